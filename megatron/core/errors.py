@@ -1,0 +1,46 @@
+"""The project's error classes and the one form every message takes."""
+
+from __future__ import annotations
+
+
+class MegatronError(Exception):
+    """Base class of every error the project raises on purpose."""
+
+
+class BackendUnavailable(MegatronError):
+    """The requested layer backend cannot run here."""
+
+
+class PrecisionError(MegatronError):
+    """A precision that was asked for cannot be delivered."""
+
+
+class DataError(MegatronError):
+    """A dataset, tokenizer or input text is unusable."""
+
+
+class CheckpointError(MegatronError):
+    """A checkpoint cannot be written or read."""
+
+
+class MeshError(MegatronError):
+    """Processes cannot be arranged into the requested axes."""
+
+
+class TrainingError(MegatronError):
+    """Training cannot go on (non-finite loss, exhausted data, lost rank)."""
+
+
+def complaint(name: str, got: object, why: str, fix: str) -> str:
+    """Build a message of the form ``<flag or name>: got X. <why>. <fix>.``
+
+    Args:
+        name: The flag or object that is wrong, e.g. ``--load``.
+        got: The offending value.
+        why: Why it cannot work, a sentence without its full stop.
+        fix: What to do, a sentence without its full stop.
+
+    Returns:
+        One line of text.
+    """
+    return f"{name}: got {got}. {why.rstrip('.')}. {fix.rstrip('.')}."
