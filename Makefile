@@ -1,0 +1,48 @@
+# Two commands matter: `make quickstart` and `make test`. Both do all their own set-up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# SYSTEM_TORCH=1 builds the environment on top of a torch that is already installed (GPU images).
+SYSTEM_TORCH ?= 0
+PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
+ifeq ($(SYSTEM_TORCH),1)
+VENV_FLAGS := --system-site-packages
+else
+PIP_INSTALL += -c constraints.txt
+endif
+
+.PHONY: quickstart test lint docs bench clean
+
+quickstart: $(VENV)/.run
+	$(BIN)/python tools/quickstart.py
+
+test: $(VENV)/.dev lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tools/gen_docs.py --check
+
+docs: $(VENV)/.run
+	$(BIN)/python tools/gen_docs.py
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/run_all.py
+
+# torch goes first: a package that depends on it would otherwise choose its own build.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(PIP_INSTALL) torch numpy
+	touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml
+	$(PIP_INSTALL) -e ".[fast,hf,plot]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(PIP_INSTALL) -e ".[fast,hf,plot,test,dev]"
+	touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) quickstart build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
