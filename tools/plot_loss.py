@@ -14,6 +14,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+try:
+    from matplotlib.figure import Figure
+except ImportError:
+    sys.exit("plot_loss: matplotlib is not installed. Install the 'plot' extra.")
+
 TRAIN = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?lm loss: ([0-9.E+-]+|nan|inf)")
 VALID = re.compile(r"validation loss at iteration (\d+).*?lm loss value: ([0-9.E+-]+)")
 
@@ -53,14 +58,8 @@ def draw(curves: dict[str, Curve], output: Path, reference: float | None = None)
         output: The PNG to write.
         reference: A loss to mark, e.g. the unigram entropy of the corpus, in nats per token.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("plot_loss: matplotlib is not installed. Install the 'plot' extra.")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    figure = Figure(figsize=(8, 4.5), dpi=120)
+    axes = figure.subplots()
     for label, curve in curves.items():
         (line,) = axes.plot(*zip(*curve.train, strict=True), linewidth=1, alpha=0.7, label=label)
         if curve.valid:

@@ -1,0 +1,210 @@
+"""From raw text to a trained FP8 GPT to a HuggingFace model, on this machine.
+
+Every step is a command of the project that can be run by hand; it is printed before it runs. A
+step whose inputs have not changed since it last succeeded is skipped. ``make quickstart`` calls
+this after it has built the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = "configs/quickstart_llama_10m.yaml"
+VALIDATION = re.compile(r"validation loss at iteration \d+.*?lm loss value: ([0-9.E+-]+)")
+# The trained model must beat the best model that ignores context by this many nats per token.
+REQUIRED_MARGIN = 0.5
+
+
+class Steps:
+    """Runs commands once, remembering what they ran on.
+
+    Args:
+        workdir: Where stamps and logs go.
+    """
+
+    def __init__(self, workdir: Path) -> None:
+        self.workdir = workdir
+        self.stamps = workdir / "stamps"
+        self.stamps.mkdir(parents=True, exist_ok=True)
+
+    def run(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        inputs: Sequence[Path] = (),
+        outputs: Sequence[Path] = (),
+        log: Path | None = None,
+        always: bool = False,
+    ) -> None:
+        """Run one step unless its stamp says that the same command on the same inputs succeeded.
+
+        Args:
+            name: Title and stamp name.
+            command: Argument list, run from the repository root.
+            inputs: Files whose content decides whether the step is stale.
+            outputs: Files that must exist for the step to be skipped.
+            log: Copy the output there as well.
+            always: Run even if nothing changed.
+
+        Raises:
+            SystemExit: The command failed; its exit code is passed on.
+        """
+        stamp = self.stamps / name.replace(" ", "_")
+        key = _digest(command, inputs)
+        done = stamp.is_file() and stamp.read_text() == key and all(p.exists() for p in outputs)
+        if done and not always:
+            print(f"== {name}: already done", flush=True)
+            return
+        stamp.unlink(missing_ok=True)
+        print(f"\n== {name}\n$ {_shown(command)}", flush=True)
+        begun = time.monotonic()
+        code = _run(command, log)
+        if code != 0:
+            sys.exit(f"quickstart: step '{name}' failed with exit code {code}. See above.")
+        stamp.write_text(key)
+        print(f"== {name}: {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def _digest(command: Sequence[str], inputs: Sequence[Path]) -> str:
+    parts = hashlib.sha256("\0".join(command).encode())
+    for path in inputs:
+        parts.update(path.read_bytes())
+    return parts.hexdigest()
+
+
+def _shown(command: Sequence[str]) -> str:
+    words = [Path(word).name if word == sys.executable else word for word in command]
+    return " ".join(word.replace(f"{ROOT}/", "") for word in words)
+
+
+def _run(command: Sequence[str], log: Path | None) -> int:
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment["PYTHONUNBUFFERED"] = "1"
+    if log is None:
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    with (
+        log.open("w", encoding="utf-8") as copy,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process,
+    ):
+        stdout = process.stdout
+        if stdout is not None:
+            for line in stdout:
+                print(line, end="", flush=True)
+                copy.write(line)
+    return process.returncode
+
+
+def last_validation_loss(log: Path) -> float:
+    """Return the last validation loss that a console log holds, in nats per token.
+
+    Raises:
+        SystemExit: The log has no validation line.
+    """
+    found = VALIDATION.findall(log.read_text(encoding="utf-8", errors="replace"))
+    if not found:
+        sys.exit(f"quickstart: {log}: no validation loss in it. Did the training step finish?")
+    return float(found[-1])
+
+
+def main() -> None:
+    """Run the whole chain."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workdir", type=Path, default=ROOT / "quickstart")
+    parser.add_argument("--train-iters", type=int, help="override the config, e.g. for a trial")
+    parser.add_argument("--prompt", default="def read_lines(path):\n")
+    args = parser.parse_args()
+    work = args.workdir.resolve()
+    steps = Steps(work)
+    python = sys.executable
+    corpus, tokenizer = work / "corpus.jsonl", work / "tokenizer.model"
+    statistics, prefix = work / "statistics.json", work / "corpus"
+    run, log, exported = work / "run", work / "train.log", work / "huggingface"
+
+    steps.run(
+        "corpus and tokenizer",
+        [python, "tools/build_corpus.py", "--output-dir", str(work), "--vocab-size", "4096"],
+        inputs=[ROOT / "tools/build_corpus.py"],
+        outputs=[corpus, tokenizer],
+    )
+    steps.run(
+        "preprocess",
+        [python, "tools/preprocess_data.py", "--input", str(corpus)]
+        + ["--output-prefix", str(prefix), "--tokenizer-type", "SentencePieceTokenizer"]
+        + ["--tokenizer-model", str(tokenizer), "--append-eod", "--workers", "2"],
+        inputs=[corpus, tokenizer],
+        outputs=[work / "corpus_text_document.bin", work / "corpus_text_document.idx"],
+    )
+    steps.run(
+        "unigram entropy",
+        [python, "tools/build_corpus.py", "--output-dir", str(work), "--statistics"],
+        inputs=[work / "corpus_text_document.idx"],
+        outputs=[statistics],
+    )
+    train = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    train += ["pretrain_gpt.py", "--config", CONFIG, "--tensor-model-parallel-size", "2"]
+    train += ["--sequence-parallel", "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"]
+    train += ["--data-path", f"{prefix}_text_document", "--data-cache-path", str(work / "cache")]
+    train += ["--tokenizer-model", str(tokenizer), "--save", str(run), "--load", str(run)]
+    train += ["--tensorboard-dir", str(run / "tensorboard")]
+    if args.train_iters:
+        train += ["--train-iters", str(args.train_iters)]
+    steps.run(
+        "train",
+        train,
+        inputs=[ROOT / CONFIG, work / "corpus_text_document.idx"],
+        outputs=[log, run / "latest_checkpointed_iteration.txt"],
+        log=log,
+    )
+    entropy = json.loads(statistics.read_text())["unigram_entropy_nats"]
+    loss = last_validation_loss(log)
+    print(f"\nvalidation loss {loss:.3f} nats per token, unigram entropy {entropy:.3f}")
+    if not args.train_iters and loss > entropy - REQUIRED_MARGIN:
+        sys.exit(
+            f"quickstart: validation loss: got {loss:.3f}. It must be below {entropy:.3f} - "
+            f"{REQUIRED_MARGIN}. The model did not learn; see {log}."
+        )
+    steps.run(
+        "draw the loss",
+        [python, "tools/plot_loss.py", str(log), "--output", str(work / "loss.png")]
+        + ["--reference", f"{entropy:.4f}"],
+        inputs=[log],
+        outputs=[work / "loss.png"],
+    )
+    steps.run(
+        "export to HuggingFace",
+        [python, "tools/checkpoint/convert.py", "--model-type", "GPT", "--loader", "megatron"]
+        + ["--saver", "huggingface", "--load-dir", str(run), "--save-dir", str(exported)]
+        + ["--target-dtype", "bf16", "--verify"],
+        inputs=[run / "latest_checkpointed_iteration.txt", log],
+        outputs=[exported / "config.json"],
+    )
+    steps.run(
+        "generate",
+        [python, "tools/generate.py", "--load", str(run), "--prompt", args.prompt]
+        + ["--max-new-tokens", "120", "--temperature", "0.8", "--top-k", "40"],
+        always=True,
+    )
+    print(f"\nDone. Loss curve: {work / 'loss.png'}. HuggingFace model: {exported}.")
+
+
+if __name__ == "__main__":
+    main()
