@@ -26,7 +26,7 @@ def test_reads_training_and_validation_points(tmp_path: Path, monkeypatch) -> No
     log = tmp_path / "run.log"
     log.write_text(
         LINE.format(1, 9.5)
-        + " validation loss at iteration 2 | lm loss value: 8.250000E+00 | lm loss PPL: 1.0E+00 | \n"
+        + " validation loss at iteration 2 | lm loss value: 8.250000E+00 | lm loss PPL: 1 | \n"
         + LINE.format(2, 8.0)
         + LINE.format(2, 7.5)
     )
