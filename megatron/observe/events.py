@@ -1,0 +1,235 @@
+"""What a run has to say, as values: code emits these, the bus decides who renders them and when.
+
+Every event is frozen and holds plain numbers, strings and tuples, so that it can be rendered,
+written as JSON or compared without a reference to live tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """The run is set up and the first iteration is about to start.
+
+    Attributes:
+        config: Flat resolved configuration.
+        world_size: Number of ranks.
+        device: Device type, e.g. ``cuda``.
+        backend: Name of the layer backend in use.
+        backend_reason: Why that backend was chosen.
+        parameters: Number of parameters of the whole model.
+        flops_per_iteration: Model FLOPs of one iteration over all ranks.
+        iteration: Iteration from which the run continues (0 for a new run).
+    """
+
+    config: Mapping[str, object]
+    world_size: int
+    device: str
+    backend: str
+    backend_reason: str
+    parameters: int
+    flops_per_iteration: float
+    iteration: int = 0
+
+
+@dataclass(frozen=True)
+class PrecisionLine:
+    """One GEMM of a group of equal layers: what was asked for and what runs.
+
+    Attributes:
+        module: Module path with ``*`` for layer numbers that agree.
+        gemm: Which GEMM (fprop, dgrad, wgrad).
+        requested: Precision that the configuration asks for.
+        delivered: Precision that runs.
+        kernel: What computes it.
+        reason: Why `delivered` is what it is.
+        count: Number of modules in the group.
+    """
+
+    module: str
+    gemm: str
+    requested: str
+    delivered: str
+    kernel: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True)
+class PrecisionTable:
+    """Which GEMM of which layer runs in which precision on which kernel, and why."""
+
+    lines: tuple[PrecisionLine, ...]
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """One iteration of training is over.
+
+    Attributes:
+        iteration: Number of this iteration, counted from 1.
+        train_iters: Number of iterations of the whole run.
+        consumed_samples: Training sequences read so far.
+        skipped_samples: Sequences of iterations that were left out on request.
+        losses: Name to token-weighted global mean of this iteration; empty when skipped.
+        learning_rate: Learning rate after this iteration's scheduler step.
+        decoupled_learning_rate: The same of the embedding and output layer, where it differs.
+        global_batch_size: Sequences of this iteration.
+        tokens: Tokens of this iteration, over all ranks.
+        flops: Model FLOPs of this iteration, over all ranks.
+        loss_scale: Loss scale in use.
+        grad_norm: Global gradient norm before clipping, None when it is not known.
+        num_zeros: Number of gradient elements that are zero, None when not asked for.
+        params_norm: Global norm of the parameters, None when not asked for.
+        skipped: True when the optimizer step was skipped.
+        nan: True when the loss was not finite.
+    """
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    losses: Mapping[str, float]
+    learning_rate: float
+    global_batch_size: int
+    tokens: int
+    flops: float
+    loss_scale: float = 1.0
+    grad_norm: float | None = None
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    decoupled_learning_rate: float | None = None
+    skipped_samples: int = 0
+    skipped: bool = False
+    nan: bool = False
+
+
+@dataclass(frozen=True)
+class IntervalEnd:
+    """Summary of the iterations since the last line of the log; made by the bus.
+
+    Attributes:
+        last: The newest step of the interval.
+        iterations: Number of iterations since the last line.
+        losses: Name to mean over the iterations of the interval that took a step.
+        seconds_per_iteration: Wall time per iteration of the slowest rank.
+        fastest_seconds_per_iteration: The same of the fastest rank.
+        tflops_per_rank: Model TFLOP/s of one rank.
+        tokens_per_second: Tokens per second over all ranks.
+        skipped_iterations: Number of skipped iterations in the interval.
+        nan_iterations: Number of iterations of the interval with a non-finite loss.
+    """
+
+    last: StepEnd
+    iterations: int
+    losses: Mapping[str, float]
+    seconds_per_iteration: float
+    fastest_seconds_per_iteration: float
+    tflops_per_rank: float
+    tokens_per_second: float
+    skipped_iterations: int
+    nan_iterations: int
+
+
+@dataclass(frozen=True)
+class EvalEnd:
+    """An evaluation is over.
+
+    Attributes:
+        prefix: Where it took place, e.g. ``iteration 100``.
+        iteration: Training iteration after which it ran.
+        losses: Name to token-weighted mean over the evaluation.
+        consumed_samples: Training sequences read when it ran.
+        seconds: Wall time of the evaluation.
+    """
+
+    prefix: str
+    iteration: int
+    losses: Mapping[str, float]
+    consumed_samples: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """A checkpoint is complete on disk."""
+
+    iteration: int
+    path: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of one rank after an iteration, in bytes; `source` names what was measured."""
+
+    rank: int
+    iteration: int
+    source: str
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class Fp8Stats:
+    """Figures of one FP8 tensor slot: amax, scale and how much of the tensor is clipped or zero."""
+
+    iteration: int
+    path: str
+    role: str
+    amax: float
+    scale_inv: float
+    saturated: float = 0.0
+    flushed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Something went wrong that does not stop the run.
+
+    Attributes:
+        what: One sentence.
+        where: Which part says so, e.g. ``sink tensorboard``.
+        iteration: Iteration, where known.
+    """
+
+    what: str
+    where: str = ""
+    iteration: int | None = None
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """The run is over.
+
+    Attributes:
+        iteration: Last iteration that ran.
+        reason: Why it ended, in Megatron's words where it has some.
+        exit_code: What the process returns.
+        last_checkpoint: Newest complete checkpoint, empty when there is none.
+        extra: Further plain values.
+    """
+
+    iteration: int
+    reason: str
+    exit_code: int = 0
+    last_checkpoint: str = ""
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+Event = (
+    RunStart
+    | PrecisionTable
+    | StepEnd
+    | IntervalEnd
+    | EvalEnd
+    | CheckpointSaved
+    | MemoryUse
+    | Fp8Stats
+    | Incident
+    | RunEnd
+)
