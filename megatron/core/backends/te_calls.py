@@ -1,0 +1,234 @@
+"""Every call into Transformer Engine, as keyword arguments chosen by the installed release.
+
+Transformer Engine renames entry points and arguments between releases. Nothing else in the project
+knows those spellings: each function here takes plain values and a `Library`, and makes one call.
+The names used are bound in the tests against the signatures that the releases really have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron.core.errors import PrecisionError, complaint
+
+OLDEST = (2, 2)
+NEWEST_CHECKED = (2, 20)
+AUTOCAST_RENAMED = (2, 9)  # fp8_autocast(fp8_recipe=, fp8_group=) became autocast(recipe=, ...)
+MODULES_NAMED = (2, 9)  # modules take `name`, used in debug output
+
+
+@dataclass(frozen=True)
+class Library:
+    """One release of Transformer Engine, real or a stand-in for it.
+
+    Attributes:
+        version: Release as (major, minor).
+        pytorch: The module `transformer_engine.pytorch`.
+        recipe: The module `transformer_engine.common.recipe`.
+        manager: The class `FP8GlobalStateManager`.
+    """
+
+    version: tuple[int, int]
+    pytorch: Any
+    recipe: Any
+    manager: Any
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """Major and minor number of a release such as `2.9.0.post1+cu13`; (0, 0) if there is none."""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match.group(1)), int(match.group(2))) if match else (0, 0)
+
+
+def quantization_module(version: tuple[int, int]) -> str:
+    """Dotted name of the module that holds `FP8GlobalStateManager` in a release."""
+    leaf = "quantization" if version >= AUTOCAST_RENAMED else "fp8"
+    return f"transformer_engine.pytorch.{leaf}"
+
+
+def leave_uninitialised(weight: torch.Tensor) -> torch.Tensor:
+    """Initialisation function handed to Transformer Engine: the layer fills its weights itself.
+
+    The values must not depend on the tensor-parallel size, which only the layer can ensure.
+    """
+    return weight
+
+
+def linear_arguments(
+    library: Library,
+    *,
+    parallel_mode: str | None,
+    tp_size: int,
+    tp_group: ProcessGroup | None,
+    sequence_parallel: bool,
+    fuse_wgrad_accumulation: bool,
+    bias: bool,
+    return_bias: bool,
+    params_dtype: torch.dtype,
+    device: torch.device,
+    name: str,
+) -> dict[str, Any]:
+    """Keyword arguments that `te.Linear` and `te.LayerNormLinear` share."""
+    arguments: dict[str, Any] = {
+        "sequence_parallel": sequence_parallel,
+        "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        "tp_group": tp_group,
+        "tp_size": tp_size,
+        "get_rng_state_tracker": None,
+        "init_method": leave_uninitialised,
+        "bias": bias,
+        "return_bias": return_bias,
+        "params_dtype": params_dtype,
+        "parallel_mode": parallel_mode,
+        "device": device,
+    }
+    if library.version >= MODULES_NAMED:
+        arguments["name"] = name
+    return arguments
+
+
+def norm_linear_arguments(
+    *, epsilon: float, normalization: str, zero_centered_gamma: bool
+) -> dict[str, Any]:
+    """Keyword arguments that `te.LayerNormLinear` takes on top of `te.Linear`'s."""
+    return {
+        "eps": epsilon,
+        "normalization": normalization,
+        "zero_centered_gamma": zero_centered_gamma,
+        "return_layernorm_output": False,
+    }
+
+
+def norm_arguments(
+    *, epsilon: float, zero_centered_gamma: bool, params_dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """Keyword arguments of `te.LayerNorm` and `te.RMSNorm`."""
+    return {
+        "eps": epsilon,
+        "zero_centered_gamma": zero_centered_gamma,
+        "dtype": params_dtype,
+        "device": device,
+    }
+
+
+def attention_arguments(
+    *,
+    num_heads: int,
+    num_groups: int,
+    head_dim: int,
+    dropout: float,
+    tp_size: int,
+    tp_group: ProcessGroup | None,
+    sequence_parallel: bool,
+    get_rng_state_tracker: Callable[[], Any] | None,
+    layer_number: int,
+    softmax_scale: float | None,
+) -> dict[str, Any]:
+    """Keyword arguments of `te.DotProductAttention`; head counts are those of the whole model."""
+    return {
+        "num_attention_heads": num_heads,
+        "kv_channels": head_dim,
+        "num_gqa_groups": num_groups,
+        "attention_dropout": dropout,
+        "qkv_format": "sbhd",
+        "attn_mask_type": "causal",
+        "attention_type": "self",
+        "tp_size": tp_size,
+        "tp_group": tp_group,
+        "sequence_parallel": sequence_parallel,
+        "get_rng_state_tracker": get_rng_state_tracker,
+        "layer_number": layer_number,
+        "softmax_scale": softmax_scale,
+    }
+
+
+def delayed_recipe(
+    library: Library,
+    *,
+    fp8_format: str,
+    margin: int,
+    amax_history_len: int,
+    amax_compute_algo: str,
+    reduce_amax: bool,
+) -> Any:
+    """Build Transformer Engine's `DelayedScaling`."""
+    return library.recipe.DelayedScaling(
+        margin=margin,
+        fp8_format=_format(library, fp8_format),
+        amax_history_len=amax_history_len,
+        amax_compute_algo=amax_compute_algo,
+        reduce_amax=reduce_amax,
+    )
+
+
+def current_recipe(
+    library: Library, *, fp8_format: str, power_2_scale: bool, amax_epsilon: float
+) -> Any:
+    """Build Transformer Engine's `Float8CurrentScaling`.
+
+    The scale options are class attributes there, read when a quantizer is made; as constructor
+    arguments they would be ignored without a word, so they are assigned on the instance.
+    """
+    recipe = library.recipe.Float8CurrentScaling(fp8_format=_format(library, fp8_format))
+    options = library.recipe.QParams(power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
+    for role in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, role, options)
+    return recipe
+
+
+def _format(library: Library, name: str) -> Any:
+    known = {"hybrid": library.recipe.Format.HYBRID, "e4m3": library.recipe.Format.E4M3}
+    if name not in known:
+        raise PrecisionError(
+            complaint(
+                "--fp8-format",
+                name,
+                "Transformer Engine trains in hybrid (E4M3 forward, E5M2 gradients) or e4m3",
+                "Choose hybrid or e4m3",
+            )
+        )
+    return known[name]
+
+
+def autocast(
+    library: Library, *, enabled: bool, recipe: Any = None, group: ProcessGroup | None = None
+) -> AbstractContextManager[Any]:
+    """The context in which Transformer Engine's modules run in FP8."""
+    if library.version >= AUTOCAST_RENAMED:
+        return library.pytorch.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
+    return library.pytorch.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
+
+
+def checkpoint(
+    library: Library,
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: ProcessGroup | None = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run `function`, keeping only its inputs, and run it again in the backward pass."""
+    return library.pytorch.checkpoint(
+        function,
+        *args,
+        distribute_saved_activations=distribute_saved_activations,
+        get_rng_state_tracker=get_rng_state_tracker,
+        tp_group=tp_group,
+        use_reentrant=use_reentrant,
+        **kwargs,
+    )
+
+
+def fp8_support(library: Library) -> tuple[bool, str]:
+    """Whether this device runs Transformer Engine's FP8 GEMMs, and why not."""
+    able, reason = library.manager.is_fp8_available()
+    return bool(able), str(reason)
