@@ -1,0 +1,73 @@
+"""`Build`: everything a module constructor may ask for, passed explicitly.
+
+A module never looks up a global. It receives one `Build`, hands `build.at("child")` to each child,
+and uses `build.path` as its checkpoint key, FP8 slot, random stream and error label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.core.errors import PrecisionError, complaint
+from megatron.core.mesh import ParallelState
+from megatron.core.tensor_parallel.random import RngStreams
+
+if TYPE_CHECKING:
+    from megatron.config import RunConfig
+    from megatron.core.backends.contract import Backend
+    from megatron.core.fp8 import Fp8State
+
+_PARAMS_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a module is built from.
+
+    Attributes:
+        config: The finalized configuration.
+        mesh: The process mesh.
+        backend: Supplies the leaf layer classes.
+        fp8: Decides the precision of every linear layer.
+        rng: Random streams for dropout.
+        device: Where parameters live.
+        path: Dotted name of the module under construction, from the model's root.
+    """
+
+    config: RunConfig
+    mesh: ParallelState
+    backend: Backend
+    fp8: Fp8State
+    rng: RngStreams
+    device: torch.device
+    path: str = ""
+
+    def at(self, name: str) -> Build:
+        """The build of the child called `name`."""
+        return replace(self, path=f"{self.path}.{name}" if self.path else name)
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """Data type in which parameters and activations live.
+
+        Raises:
+            PrecisionError: If the configuration names an unknown type.
+        """
+        name = self.config.params_dtype
+        if name not in _PARAMS_DTYPES:
+            raise PrecisionError(
+                complaint(
+                    "params_dtype",
+                    name,
+                    "Parameters are kept in one of three types",
+                    f"Use {', '.join(_PARAMS_DTYPES)}",
+                )
+            )
+        return _PARAMS_DTYPES[name]

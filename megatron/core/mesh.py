@@ -1,0 +1,355 @@
+"""The process mesh: which ranks share which work.
+
+Ranks are numbered along the axes `tp cp ep dp pp`, leftmost fastest. Dense layers see a mesh
+without `ep`; expert layers see one in which `tp` is `etp`, `cp` is 1 and `dp` is `edp`. Both use
+the same `pp`. An axis of size 1 has no process group, so one process needs no torch.distributed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.errors import MeshError, complaint
+
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+PIPELINE_BEFORE_DATA_ORDER = "tp-cp-ep-pp-dp"
+AMAX_REDUCTIONS = ("tp", "tp-cp", "tp-cp-dp")
+
+_EXPERT_NAME = {"tp": "etp", "cp": None, "ep": "ep", "dp": "edp", "pp": "pp"}
+_EXPERT_ONLY = frozenset({"ep", "etp", "edp"})
+
+MakeGroup = Callable[[list[int]], "dist.ProcessGroup | None"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as this process sees it.
+
+    Attributes:
+        name: `tp`, `dp`, `tp-cp`, ...
+        size: Number of ranks along the axis.
+        rank: This process's index along the axis.
+        ranks: Global ranks along the axis, in order.
+        group: Their process group; None if and only if `size` is 1.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def single(cls, name: str, global_rank: int = 0) -> Axis:
+        """An axis that holds this process alone."""
+        return cls(name, 1, 0, (global_rank,))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has index 0 along the axis."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process has the highest index along the axis."""
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Extents of every axis and the order in which ranks run through them.
+
+    `etp` defaults to `tp`; `dp` and `edp` are what is left of `world`.
+
+    Raises:
+        MeshError: If the axes do not divide the world.
+    """
+
+    world: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    order: str = DEFAULT_ORDER
+
+    def __post_init__(self) -> None:
+        _check_order(self.order)
+        for flag, size in (
+            ("--tensor-model-parallel-size", self.tp),
+            ("--context-parallel-size", self.cp),
+            ("--pipeline-model-parallel-size", self.pp),
+            ("--expert-model-parallel-size", self.ep),
+            ("--expert-tensor-parallel-size", self.expert_tp),
+            ("world size", self.world),
+        ):
+            if size < 1:
+                raise MeshError(
+                    complaint(flag, size, "An axis holds at least one rank", "Use 1 or more")
+                )
+        dense, expert = self.tp * self.cp * self.pp, self.expert_tp * self.ep * self.pp
+        if self.world % dense:
+            raise MeshError(
+                complaint(
+                    "world size",
+                    self.world,
+                    f"It is not a multiple of tp x cp x pp = {self.tp} x {self.cp} x {self.pp}"
+                    f" = {dense}",
+                    f"Start a multiple of {dense} ranks or change the parallel sizes",
+                )
+            )
+        if self.world % expert:
+            raise MeshError(
+                complaint(
+                    "world size",
+                    self.world,
+                    "It is not a multiple of etp x ep x pp ="
+                    f" {self.expert_tp} x {self.ep} x {self.pp} = {expert}",
+                    f"Start a multiple of {expert} ranks or change the expert-parallel sizes",
+                )
+            )
+
+    @classmethod
+    def from_config(cls, config: Any, world_size: int) -> MeshSizes:
+        """Read the sizes from anything with the parallel flags' names as attributes."""
+        pp_first = bool(getattr(config, "use_tp_pp_dp_mapping", False))
+        return cls(
+            world=world_size,
+            tp=getattr(config, "tensor_model_parallel_size", 1),
+            cp=getattr(config, "context_parallel_size", 1),
+            pp=getattr(config, "pipeline_model_parallel_size", 1),
+            ep=getattr(config, "expert_model_parallel_size", 1),
+            etp=getattr(config, "expert_tensor_parallel_size", None),
+            order=PIPELINE_BEFORE_DATA_ORDER if pp_first else DEFAULT_ORDER,
+        )
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel size of expert layers."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of dense layers."""
+        return self.world // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of expert layers."""
+        return self.world // (self.expert_tp * self.ep * self.pp)
+
+    def as_dict(self) -> dict[str, int]:
+        """Sizes by axis name, for `groups_of`."""
+        return {
+            "tp": self.tp,
+            "cp": self.cp,
+            "dp": self.dp,
+            "pp": self.pp,
+            "ep": self.ep,
+            "etp": self.expert_tp,
+            "edp": self.edp,
+        }
+
+
+def _check_order(order: str) -> list[str]:
+    names = order.split("-")
+    if sorted(names) != sorted(_EXPERT_NAME):
+        raise MeshError(
+            complaint(
+                "rank order",
+                order,
+                "It must name tp, cp, ep, dp and pp once each",
+                f"Use {DEFAULT_ORDER}",
+            )
+        )
+    return names
+
+
+def groups_of(token: str, sizes: Mapping[str, int], order: str = DEFAULT_ORDER) -> list[list[int]]:
+    """All rank groups of one axis or of a union of axes.
+
+    Args:
+        token: Axis names joined by `-`. `ep`, `etp` and `edp` select the expert mesh (in which
+            only `pp` is shared with the dense one).
+        sizes: Extent by axis name; a missing name is 1.
+        order: The five dense names, fastest first.
+
+    Returns:
+        Disjoint groups that cover the world, each in rank order.
+
+    Raises:
+        MeshError: If the token mixes dense and expert axes or is unknown.
+    """
+    wanted = token.split("-")
+    expert = bool(_EXPERT_ONLY & set(wanted))
+    names: list[str] = []
+    for name in _check_order(order):
+        mapped = _EXPERT_NAME[name] if expert else (None if name == "ep" else name)
+        if mapped is not None:
+            names.append(mapped)
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise MeshError(
+            complaint(
+                "axis",
+                token,
+                f"{', '.join(unknown)} is not among {', '.join(names)}",
+                "Name dense axes (tp cp dp pp) or expert axes (etp ep edp pp), not both",
+            )
+        )
+    extents = [sizes.get(name, 1) for name in names]
+    strides = [1, *itertools.accumulate(extents, lambda a, b: a * b)][: len(names)]
+
+    def offsets(selected: bool) -> list[int]:
+        """Rank offsets spanned by the (un)selected axes, leftmost fastest."""
+        spans = [
+            range(0, extent * stride, stride)
+            for name, extent, stride in zip(names, extents, strides, strict=True)
+            if (name in wanted) == selected
+        ]
+        return [sum(parts) for parts in itertools.product(*reversed(spans))]
+
+    return [[start + step for step in offsets(True)] for start in offsets(False)]
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """Every axis of the mesh as this process sees it; passed explicitly, never looked up."""
+
+    tp: Axis
+    cp: Axis
+    dp: Axis
+    pp: Axis
+    ep: Axis
+    etp: Axis
+    edp: Axis
+    dp_cp: Axis
+    tp_cp: Axis
+    amax: Axis
+    world: Axis
+    embedding: Axis
+    rank: int = 0
+
+    @classmethod
+    def single(cls) -> ParallelState:
+        """The mesh of one process."""
+        names = [f.name for f in fields(cls) if f.name != "rank"]
+        axes: dict[str, Any] = {name: Axis.single(name.replace("_", "-")) for name in names}
+        return cls(**axes)
+
+    @classmethod
+    def build(
+        cls,
+        config: Any,
+        rank: int,
+        world_size: int,
+        make_group: MakeGroup | None = None,
+        amax_reduction: str | None = None,
+    ) -> ParallelState:
+        """Build the mesh and its process groups. Collective: every rank calls it.
+
+        Args:
+            config: A `MeshSizes`, or anything with the parallel flags' names as attributes.
+            rank: Global rank of this process.
+            world_size: Number of processes.
+            make_group: Makes one process group from global ranks; called on every rank for every
+                group in the same order. Default: `torch.distributed.new_group`.
+            amax_reduction: `tp`, `tp-cp` or `tp-cp-dp`; default `config.fp8_amax_reduction`.
+
+        Raises:
+            MeshError: If sizes do not fit, or `torch.distributed` is missing for several ranks.
+        """
+        sizes = (
+            config if isinstance(config, MeshSizes) else MeshSizes.from_config(config, world_size)
+        )
+        if sizes.world != world_size:
+            raise MeshError(
+                complaint(
+                    "world size",
+                    world_size,
+                    f"The mesh was laid out for {sizes.world}",
+                    "Build the sizes for this world",
+                )
+            )
+        if not 0 <= rank < world_size:
+            raise MeshError(
+                complaint(
+                    "rank",
+                    rank,
+                    f"Ranks run from 0 to {world_size - 1}",
+                    "Check RANK and WORLD_SIZE",
+                )
+            )
+        amax = amax_reduction or getattr(config, "fp8_amax_reduction", None) or "tp-cp-dp"
+        if amax not in AMAX_REDUCTIONS:
+            raise MeshError(
+                complaint(
+                    "--fp8-amax-reduction",
+                    amax,
+                    "No such set of ranks",
+                    f"Use one of {', '.join(AMAX_REDUCTIONS)}",
+                )
+            )
+        if world_size == 1:
+            return cls.single()
+        make_axis = _AxisMaker(rank, world_size, make_group)
+        extents, order = sizes.as_dict(), sizes.order
+        axes: dict[str, Any] = {
+            name: make_axis(token, groups_of(token, extents, order))
+            for name, token in (
+                ("tp", "tp"),
+                ("cp", "cp"),
+                ("dp", "dp"),
+                ("pp", "pp"),
+                ("ep", "ep"),
+                ("etp", "etp"),
+                ("edp", "edp"),
+                ("dp_cp", "dp-cp"),
+                ("tp_cp", "tp-cp"),
+                ("amax", amax),
+            )
+        }
+        axes["world"] = make_axis("world", [list(range(world_size))])
+        ends = [[g[0]] if len(g) == 1 else [g[0], g[-1]] for g in groups_of("pp", extents, order)]
+        axes["embedding"] = make_axis("embedding", ends)
+        return cls(rank=rank, **axes)
+
+    def label(self) -> str:
+        """Short name of this process for messages: `rank 5 tp1 pp1 dp0`."""
+        parts = [f"rank {self.rank}", f"tp{self.tp.rank}", f"pp{self.pp.rank}", f"dp{self.dp.rank}"]
+        parts += [f"{axis.name}{axis.rank}" for axis in (self.cp, self.ep) if axis.size > 1]
+        return " ".join(parts)
+
+
+class _AxisMaker:
+    """Makes axes, one process group for each distinct set of ranks."""
+
+    def __init__(self, rank: int, world_size: int, make_group: MakeGroup | None) -> None:
+        if make_group is None:
+            if not dist.is_available() or not dist.is_initialized():
+                raise MeshError(
+                    complaint(
+                        "world size",
+                        world_size,
+                        "Several ranks need torch.distributed and it is not initialised",
+                        "Call torch.distributed.init_process_group first",
+                    )
+                )
+            make_group = dist.new_group
+        self.rank, self.make_group = rank, make_group
+        self.made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def __call__(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
+        mine = Axis.single(name, self.rank)
+        for group in groups:
+            ranks = tuple(group)
+            if len(ranks) > 1 and ranks not in self.made:
+                self.made[ranks] = self.make_group(list(ranks))
+            if len(ranks) > 1 and self.rank in ranks:
+                mine = Axis(name, len(ranks), ranks.index(self.rank), ranks, self.made[ranks])
+        return mine

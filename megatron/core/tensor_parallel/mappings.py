@@ -1,0 +1,243 @@
+"""Collectives along one mesh axis: plain ones, and pairs that autograd can differentiate.
+
+Every function is the identity on an axis of size 1. FP8 tensors travel as their bytes, because gloo
+and older NCCL refuse FP8 types; reducing them is an error, since a sum of codes means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.errors import MeshError, complaint
+from megatron.core.mesh import Axis
+
+# torch 2.13 renamed these two and deprecates the old names; 2.12 and older have only the old ones.
+_all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+_FP8_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in (
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
+    if hasattr(torch, name)
+)
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _wire(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as a type that every transport carries."""
+    return x.view(torch.uint8) if x.dtype in _FP8_DTYPES else x
+
+
+def _reduce_op(x: torch.Tensor, op: str) -> dist.ReduceOp.RedOpType:
+    if op not in _REDUCE_OPS:
+        raise MeshError(
+            complaint("reduction", op, "Unknown operation", f"Use {', '.join(_REDUCE_OPS)}")
+        )
+    if x.dtype in _FP8_DTYPES or (x.dtype == torch.bool and op == "sum"):
+        raise MeshError(
+            complaint(
+                f"{op} reduction",
+                x.dtype,
+                "Values of this type cannot be added or compared on the wire",
+                "Convert to fp32 or an integer type first",
+            )
+        )
+    return _REDUCE_OPS[op]
+
+
+def _check_divisible(x: torch.Tensor, axis: Axis, dim: int) -> None:
+    if x.dim() == 0 or x.shape[dim] % axis.size:
+        raise MeshError(
+            complaint(
+                f"shape along dim {dim}",
+                tuple(x.shape),
+                f"It cannot be split into {axis.size} equal parts along {axis.name}",
+                f"Make the extent a multiple of {axis.size}",
+            )
+        )
+
+
+def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    """Reduce `x` over `axis` in place and return it. `x` must be contiguous."""
+    reduce_op = _reduce_op(x, op)
+    if axis.size > 1:
+        dist.all_reduce(x, op=reduce_op, group=axis.group)
+    return x
+
+
+def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    """Reduce `x` over `axis`; `x` keeps its value.
+
+    Args:
+        x: Any shape, the same on every rank.
+        axis: Ranks that take part.
+        op: `sum`, `max` or `min`. `max` may lose a NaN: test for NaN separately.
+
+    Returns:
+        The reduced tensor; `x` itself on an axis of size 1.
+    """
+    if axis.size == 1:
+        _reduce_op(x, op)
+        return x
+    return all_reduce_(x.clone(memory_format=torch.contiguous_format), axis, op)
+
+
+def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """Concatenate every rank's `x` along `dim`, in axis order.
+
+    Args:
+        x: `[..., n, ...]`, the same shape on every rank.
+        axis: Ranks that take part.
+        dim: The dimension that grows.
+
+    Returns:
+        `[..., n * axis.size, ...]`, contiguous for `dim` 0.
+    """
+    if axis.size == 1:
+        return x
+    if x.dim() == 0:
+        _check_divisible(x, axis, dim)
+    dim = dim % x.dim()
+    local = x.contiguous()
+    out = torch.empty(
+        (axis.size * local.shape[0], *local.shape[1:]), dtype=x.dtype, device=x.device
+    )
+    _all_gather_single(_wire(out), _wire(local), group=axis.group)
+    if dim == 0:
+        return out
+    parts = _wire(out).view(axis.size, *_wire(local).shape)
+    joined = parts.movedim(0, dim).flatten(dim, dim + 1)
+    return joined.view(x.dtype) if x.dtype in _FP8_DTYPES else joined
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """Sum `x` over `axis` and keep this rank's part along `dim`.
+
+    Args:
+        x: `[..., n, ...]`, the same shape on every rank.
+        axis: Ranks that take part.
+        dim: The dimension that shrinks.
+
+    Returns:
+        `[..., n / axis.size, ...]`.
+
+    Raises:
+        MeshError: If `n` is not a multiple of the axis size.
+    """
+    reduce_op = _reduce_op(x, "sum")
+    if axis.size == 1:
+        return x
+    _check_divisible(x, axis, dim)
+    dim = dim % x.dim()
+    parts = (*x.shape[:dim], axis.size, x.shape[dim] // axis.size, *x.shape[dim + 1 :])
+    local = x.reshape(parts).movedim(dim, 0).contiguous()
+    out = torch.empty(local.shape[1:], dtype=x.dtype, device=x.device)
+    _reduce_scatter_single(out.view(-1), local.view(-1), op=reduce_op, group=axis.group)
+    return out
+
+
+def broadcast(x: torch.Tensor, axis: Axis, src: int = 0) -> torch.Tensor:
+    """Overwrite `x` in place with the value of index `src` of the axis, and return it."""
+    if axis.size > 1:
+        dist.broadcast(_wire(x), src=axis.ranks[src], group=axis.group)
+    return x
+
+
+def split(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """This rank's part of `x` along `dim`, contiguous. No communication.
+
+    Raises:
+        MeshError: If the extent is not a multiple of the axis size.
+    """
+    if axis.size == 1:
+        return x
+    _check_divisible(x, axis, dim)
+    size = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * size, size).contiguous()
+
+
+_Op = Callable[[torch.Tensor, Axis], torch.Tensor]
+
+
+def _identity(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _gather_last(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return all_gather(x, axis, dim=-1)
+
+
+def _split_last(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return split(x, axis, dim=-1)
+
+
+class _Pair(torch.autograd.Function):
+    """One collective forward, its adjoint backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, forward: _Op, adjoint: _Op) -> torch.Tensor:
+        ctx.axis, ctx.adjoint = axis, adjoint
+        return forward(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.adjoint(grad, ctx.axis), None, None, None
+
+
+_differentiable: Callable[..., torch.Tensor] = _Pair.apply
+
+
+def _apply(x: torch.Tensor, axis: Axis, forward: _Op, adjoint: _Op) -> torch.Tensor:
+    return x if axis.size == 1 else _differentiable(x, axis, forward, adjoint)
+
+
+def copy_to_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Enter a parallel region with a replicated tensor: identity; backward sums over the axis."""
+    return _apply(x, axis, _identity, all_reduce)
+
+
+def reduce_from_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Leave a parallel region with partial sums: sum over the axis; backward is the identity."""
+    return _apply(x, axis, all_reduce, _identity)
+
+
+def gather_along_first_dim(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sequence shards to the whole sequence, for a consumer whose input gradient is partial.
+
+    `[s/axis, ...] -> [s, ...]`; backward sums over the axis and scatters.
+    """
+    return _apply(x, axis, all_gather, reduce_scatter)
+
+
+def reduce_scatter_along_first_dim(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Partial sums of the whole sequence to sequence shards: `[s, ...] -> [s/axis, ...]`."""
+    return _apply(x, axis, reduce_scatter, all_gather)
+
+
+def scatter_along_first_dim(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """A replicated sequence to sequence shards; backward gathers: `[s, ...] -> [s/axis, ...]`."""
+    return _apply(x, axis, split, all_gather)
+
+
+def scatter_to_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """A replicated tensor to shards of its last dimension; backward gathers."""
+    return _apply(x, axis, _split_last, _gather_last)
+
+
+def gather_from_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Shards of the last dimension to the whole, for a replicated consumer; backward splits."""
+    return _apply(x, axis, _gather_last, _split_last)

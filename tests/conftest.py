@@ -1,0 +1,28 @@
+"""Settings shared by all tests."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+# Forked ranks hang if their parent ever started an OpenMP team.
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--network", action="store_true", help="run tests that download something")
+
+
+def pytest_collection_modifyitems(config, items):
+    no_network = pytest.mark.skip(reason="downloads something; opt in with --network")
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    cuda = torch.cuda.is_available()
+    for item in items:
+        if "network" in item.keywords and not config.getoption("--network"):
+            item.add_marker(no_network)
+        if "gpu" in item.keywords and not cuda:
+            item.add_marker(no_gpu)

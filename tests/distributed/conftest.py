@@ -1,0 +1,11 @@
+"""Warm imports that torch does lazily, so that forked ranks inherit them."""
+
+from __future__ import annotations
+
+import sympy  # noqa: F401
+import torch
+import torch._dynamo  # noqa: F401
+import torch.distributed.tensor  # noqa: F401
+import torch.testing
+
+torch.testing.assert_close(torch.ones(1), torch.ones(1))
