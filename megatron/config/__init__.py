@@ -1,0 +1,28 @@
+"""Settings of a run: section dataclasses, rules, command line and YAML. No torch in here."""
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
+from megatron.config.fp8 import Fp8Config
+from megatron.config.logging import LoggingConfig
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.problems import ConfigError, Problem
+from megatron.config.run import RuntimeConfig
+from megatron.config.runconfig import RunConfig, finalize, make_config
+from megatron.config.training import TrainingConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "Fp8Config",
+    "LoggingConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "Problem",
+    "RunConfig",
+    "RuntimeConfig",
+    "TrainingConfig",
+    "finalize",
+    "make_config",
+]

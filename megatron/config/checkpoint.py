@@ -1,0 +1,47 @@
+"""Saving and resuming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.field import field
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is written, what is read back, and what wins when the two disagree."""
+
+    save: str | None = field(help="Folder that receives checkpoints.")
+    save_interval: int | None = field(
+        flags=("--save-interval", "--persistent-save-interval"),
+        help="Save every so many steps.",
+        units="steps",
+    )
+    load: str | None = field(
+        help="Folder to resume from: a checkpoint folder, or one of its iter_XXXXXXX folders."
+    )
+    ckpt_step: int | None = field(help="Step to load instead of the newest one.", units="steps")
+    ckpt_format: str = field("torch_dist", choices=("torch_dist",), help="Format of checkpoints.")
+    no_save_optim: bool = field(False, help="Leave the optimizer out of checkpoints.")
+    no_save_rng: bool = field(False, help="Leave the random state out of checkpoints.")
+    no_load_optim: bool = field(False, help="Do not load the optimizer.")
+    no_load_rng: bool = field(False, help="Do not load the random state.")
+    finetune: bool = field(
+        False, help="Load weights only and start at step 0 with fresh optimizer and data."
+    )
+    exit_on_missing_checkpoint: bool = field(
+        False, help="Leave with an error when --load holds no checkpoint."
+    )
+    use_checkpoint_args: bool = field(
+        False, help="Take the model's shape from the checkpoint; explicit flags must agree with it."
+    )
+    override_opt_param_scheduler: bool = field(
+        False,
+        flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
+        help="Follow this run's learning-rate and weight-decay schedule, not the checkpoint's.",
+    )
+    use_checkpoint_opt_param_scheduler: bool = field(
+        False,
+        flags=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
+        help="Follow the checkpoint's learning-rate and weight-decay schedule, not this run's.",
+    )

@@ -1,0 +1,58 @@
+"""Training data and the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.field import field
+
+TOKENIZER_TYPES = (
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "ByteLevelTokenizer",
+    "NullTokenizer",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where sequences come from and how text becomes tokens."""
+
+    data_path: tuple[str, ...] | None = field(
+        nargs="*",
+        help="Prefix of a .bin/.idx pair, or several, or weight-prefix pairs of a blend.",
+    )
+    split: str | None = field(
+        help="Shares of training, validation and test documents.", fallback="969, 30, 1"
+    )
+    data_cache_path: str | None = field(
+        help="Folder for index files.", fallback="a folder next to each dataset"
+    )
+    mock_data: bool = field(False, help="Train on synthetic sequences; needs no files.")
+    mmap_bin_files: bool = field(
+        True,
+        flags="--no-mmap-bin-files",
+        help="Map .bin files into memory instead of reading them.",
+    )
+    num_workers: int = field(2, help="Threads that prepare batches ahead of the training step.")
+    eod_mask_loss: bool = field(
+        False, help="Leave positions that hold an end-of-document token out of the loss."
+    )
+    reset_position_ids: bool = field(
+        False, help="Restart positions after every end-of-document token."
+    )
+    tokenizer_type: str | None = field(
+        choices=TOKENIZER_TYPES,
+        help="Kind of tokenizer.",
+        fallback="GPT2BPETokenizer with --vocab-file, else NullTokenizer",
+    )
+    tokenizer_model: str | None = field(help="Tokenizer file, folder or name.")
+    vocab_file: str | None = field(help="Vocabulary of a GPT-2 BPE tokenizer.")
+    merge_file: str | None = field(help="Merges of a GPT-2 BPE tokenizer.")
+    vocab_size: int | None = field(
+        help="Vocabulary before padding; needed only for NullTokenizer.",
+        fallback="the tokenizer's size; 50257 for NullTokenizer",
+    )

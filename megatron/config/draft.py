@@ -1,0 +1,185 @@
+"""A configuration that is still being filled in: what was given, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron.config.problems import Problem
+from megatron.config.schema import SPECS
+from megatron.config.values import coerce, coerce_problem, nearest
+
+DEFAULT_MODEL = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
+DEFAULT_SEQ_LENGTH = 1024
+DEFAULT_TRAIN_ITERS = 500
+DEFAULT_LR = 1.5e-4
+DEFAULT_VOCAB_SIZE = 50257
+DEFAULT_SPLIT = "969, 30, 1"
+
+
+class Draft:
+    """All fields by name, mutable until the rules have agreed.
+
+    Attributes:
+        given: What the user set, typed.
+        values: Every field; starts as defaults plus ``given``.
+        problems: Mistakes found while reading the input.
+        notices: Lines the user should see.
+        broken: Names whose value was refused; rules about them stay silent.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], world_size: int) -> None:
+        self.given: dict[str, Any] = {}
+        self.values: dict[str, Any] = {name: spec.default for name, spec in SPECS.items()}
+        self.problems: list[Problem] = []
+        self.notices: list[str] = []
+        self.broken: set[str] = set()
+        for name, value in fields.items():
+            self._take(name, value)
+        self.values.update(self.given)
+        self.values["world_size"] = world_size
+
+    def _take(self, name: str, value: Any) -> None:
+        spec = SPECS.get(name)
+        if spec is None or spec.setting.derived:
+            self.problems.append(unknown_name(name, value))
+            return
+        try:
+            self.given[name] = coerce(spec, value)
+        except ValueError as error:
+            self.broken.add(name)
+            self.problems.append(coerce_problem(spec, value, str(error)))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field's current value."""
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def was_given(self, *names: str) -> bool:
+        """Return whether the user set any of these fields to something."""
+        return any(self.given.get(name) is not None for name in names)
+
+    def counts(self, *names: str) -> bool:
+        """Return whether all these fields hold positive numbers."""
+        return all(isinstance(self.values[n], int) and self.values[n] > 0 for n in names)
+
+    def fill(self, name: str, value: Any) -> None:
+        """Set a field that the user left open."""
+        if self.values[name] is None:
+            self.values[name] = value
+
+
+def unknown_name(name: str, value: Any) -> Problem:
+    """Build the problem for a name that is no setting (or one that only ``finalize`` sets)."""
+    if name in SPECS:
+        return Problem((name,), repr(value), "It follows from other settings", "Leave it out")
+    settable = [n for n, spec in SPECS.items() if not spec.setting.derived]
+    guess = nearest(name, settable)
+    fix = f"Did you mean {guess}?" if guess else "docs/flags.md lists every name"
+    return Problem((name,), repr(value), "There is no setting of this name", fix)
+
+
+def pad_vocabulary(vocab_size: int, divisible_by: int, tp_size: int) -> int:
+    """Return the number of embedding rows: the next multiple of ``divisible_by * tp_size``."""
+    multiple = divisible_by * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def _derive_shape(c: Draft) -> None:
+    if not c.was_given(*DEFAULT_MODEL) and not c.broken & set(DEFAULT_MODEL):
+        c.values.update(DEFAULT_MODEL)
+        sizes = ", ".join(f"--{k.replace('_', '-')} {v}" for k, v in DEFAULT_MODEL.items())
+        c.notices.append(f"no model size was given: using {sizes}")
+    if c.counts("hidden_size"):
+        wide = 4 * c.hidden_size
+        c.fill("ffn_hidden_size", int((wide * 2 / 3) / 64) * 64 if c.swiglu else wide)
+    if c.counts("hidden_size", "num_attention_heads"):
+        c.fill("kv_channels", c.hidden_size // c.num_attention_heads)
+    if c.group_query_attention:
+        c.fill("num_query_groups", 1)
+    else:
+        c.values["num_query_groups"] = c.num_attention_heads
+    c.fill("seq_length", c.max_position_embeddings or DEFAULT_SEQ_LENGTH)
+    c.fill("max_position_embeddings", c.seq_length)
+    if c.bf16 or c.fp16:
+        c.values["params_dtype"] = "bfloat16" if c.bf16 else "float16"
+
+
+def _derive_mesh(c: Draft) -> None:
+    if c.counts(
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+    ):
+        replica = (
+            c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
+        )
+        c.values["data_parallel_size"] = max(1, c.world_size // replica)
+    if c.tensor_model_parallel_size == 1:
+        c.values["sequence_parallel"] = False
+
+
+def _derive_duration(c: Draft) -> None:
+    if c.counts("micro_batch_size"):
+        step = c.micro_batch_size * c.data_parallel_size
+        c.fill("global_batch_size", step)
+        c.values["num_microbatches"] = max(1, c.global_batch_size // step)
+    if c.train_samples is None:
+        if c.train_iters is None:
+            c.notices.append(f"no duration was given: using --train-iters {DEFAULT_TRAIN_ITERS}")
+        c.fill("train_iters", DEFAULT_TRAIN_ITERS)
+        c.fill("lr_decay_iters", c.train_iters)
+    else:
+        if c.counts("global_batch_size"):
+            c.fill("train_iters", c.train_samples // c.global_batch_size)
+        c.fill("lr_decay_samples", c.train_samples)
+    if c.lr is None:
+        c.values["lr"] = DEFAULT_LR
+        c.notices.append(f"no learning rate was given: using --lr {DEFAULT_LR}")
+    if c.recompute_activations:
+        c.fill("recompute_granularity", "selective")
+    if c.fp16 and c.loss_scale is None:
+        # Overflow is how dynamic loss scaling finds its scale: it must not stop the run.
+        c.values["check_for_nan_in_loss_and_grad"] = False
+
+
+def _derive_data(c: Draft) -> None:
+    if not c.data_path and not c.mock_data:
+        c.values["mock_data"] = True
+        c.notices.append(
+            "NO TRAINING DATA WAS GIVEN: training on synthetic sequences, as with --mock-data"
+        )
+    if c.split is None:
+        c.values["split"] = DEFAULT_SPLIT
+        if c.data_path:
+            c.notices.append(f"no split was given: using --split '{DEFAULT_SPLIT}'")
+    if c.tokenizer_type is None and not c.broken & {"tokenizer_type", "tokenizer_model"}:
+        if c.vocab_file:
+            c.values["tokenizer_type"] = "GPT2BPETokenizer"
+        elif not c.tokenizer_model:
+            c.values["tokenizer_type"] = "NullTokenizer"
+    if c.tokenizer_type == "NullTokenizer" and c.vocab_size is None:
+        c.values["vocab_size"] = DEFAULT_VOCAB_SIZE
+        c.notices.append(
+            "no tokenizer was given: using --tokenizer-type NullTokenizer"
+            f" --vocab-size {DEFAULT_VOCAB_SIZE}"
+        )
+    if c.counts("vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size"):
+        padded = pad_vocabulary(
+            c.vocab_size, c.make_vocab_size_divisible_by, c.tensor_model_parallel_size
+        )
+        c.fill("padded_vocab_size", padded)
+
+
+_STEPS: tuple[Callable[[Draft], None], ...] = (
+    _derive_shape,
+    _derive_mesh,
+    _derive_duration,
+    _derive_data,
+)
+
+
+def derive(draft: Draft) -> None:
+    """Fill every field that follows from others; tolerates values the rules will refuse."""
+    for step in _STEPS:
+        step(draft)

@@ -1,0 +1,61 @@
+"""What runs in FP8, and how its scales are found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.field import field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """FP8 of the linear layers inside the transformer."""
+
+    fp8_format: str | None = field(
+        choices=("e4m3", "hybrid"),
+        help="Switch FP8 on: e4m3 everywhere, or hybrid with e5m2 for gradients.",
+    )
+    fp8_recipe: str = field(
+        "delayed",
+        choices=("delayed", "tensorwise"),
+        help="Scales from the history of maxima (delayed) or from the tensor itself (tensorwise).",
+    )
+    fp8_margin: int = field(
+        0, help="Delayed scaling: leave this many powers of two above the largest value."
+    )
+    fp8_amax_history_len: int = field(
+        1, help="Delayed scaling: number of steps whose maxima are remembered.", units="steps"
+    )
+    fp8_amax_compute_algo: str = field(
+        "most_recent",
+        choices=("most_recent", "max"),
+        help="Delayed scaling: take the newest maximum, or the largest of the history.",
+    )
+    fp8_wgrad: bool = field(
+        True,
+        flags=("--no-fp8-wgrad", "--disable-fp8-wgrad"),
+        help="Compute weight gradients in FP8; without it they stay in the parameters' type.",
+    )
+    first_last_layers_bf16: bool = field(
+        False, help="Keep the first and last transformer layers out of FP8 (with every recipe)."
+    )
+    num_layers_at_start_in_bf16: int = field(
+        1, help="How many first layers --first-last-layers-bf16 keeps out of FP8."
+    )
+    num_layers_at_end_in_bf16: int = field(
+        1, help="How many last layers --first-last-layers-bf16 keeps out of FP8."
+    )
+    fp8_amax_reduction: str = field(
+        "tp-cp-dp",
+        choices=("tp", "tp-cp", "tp-cp-dp"),
+        help="Which ranks agree on delayed-scaling maxima.",
+    )
+    fp8_emulation: str = field(
+        "fast",
+        choices=("fast", "exact"),
+        help="Without FP8 hardware: accumulate through a bf16 product where that is within one"
+        " bf16 unit (fast), or in fp32 with one rounding (exact).",
+    )
+    fp8_allow_fallback: bool = field(
+        False, help="Go on when a layer cannot run in the precision that was asked for."
+    )

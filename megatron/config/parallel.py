@@ -1,0 +1,44 @@
+"""How the work is spread over processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.field import field
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes of the process mesh and the transport between its processes."""
+
+    tensor_model_parallel_size: int = field(
+        1, help="Ranks that share every linear layer (tensor parallelism, TP)."
+    )
+    pipeline_model_parallel_size: int = field(
+        1, help="Pipeline stages (PP). Only 1 in this release."
+    )
+    context_parallel_size: int = field(
+        1, help="Ranks that share every sequence (CP). Only 1 in this release."
+    )
+    expert_model_parallel_size: int = field(
+        1, help="Ranks that share the experts (EP). Only 1 in this release."
+    )
+    expert_tensor_parallel_size: int = field(
+        1, help="Ranks that share one expert (ETP). Only 1 in this release."
+    )
+    sequence_parallel: bool = field(
+        False,
+        help="Split sequences over the tensor-parallel ranks outside the linear layers; off at TP1.",
+    )
+    distributed_backend: str = field(
+        "auto",
+        choices=("auto", "nccl", "gloo"),
+        help="Transport: nccl on CUDA and gloo elsewhere (auto), or one by name.",
+    )
+    distributed_timeout_minutes: int = field(
+        10, help="How long a collective may wait for a rank.", units="minutes"
+    )
+    world_size: int = field(1, derived=True, help="Number of processes, from the launcher.")
+    data_parallel_size: int = field(
+        1, derived=True, help="Model replicas (DP): world_size / (TP * PP * CP)."
+    )

@@ -1,0 +1,45 @@
+"""Configuration mistakes as values, and the one error that carries all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One configuration mistake.
+
+    Attributes:
+        flags: The flags that are involved, the wrong one first.
+        got: What was given.
+        why: Why it cannot work, a sentence without its full stop.
+        fix: What to do, a sentence without its full stop.
+    """
+
+    flags: tuple[str, ...]
+    got: object
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        """Return ``<flags>: got X. <why>. <fix>.`` on one line."""
+        names = ", ".join(self.flags)
+        return f"{names}: got {self.got}. {self.why.rstrip('.')}. {self.fix.rstrip('.')}."
+
+
+class ConfigError(Exception):
+    """The configuration cannot work; lists every problem that was found.
+
+    Attributes:
+        problems: All of them.
+    """
+
+    def __init__(self, problems: list[Problem] | tuple[Problem, ...]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        head = f"{count} configuration problem{'s' if count != 1 else ''}:"
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        """Pickle by problems, so that the error survives a trip between processes."""
+        return (type(self), (self.problems,))

@@ -1,0 +1,148 @@
+"""The finished configuration of one run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
+from megatron.config.draft import Draft, derive
+from megatron.config.fp8 import Fp8Config
+from megatron.config.logging import LoggingConfig
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.problems import ConfigError
+from megatron.config.rules import check
+from megatron.config.run import RuntimeConfig
+from megatron.config.schema import SECTIONS, SPECS
+from megatron.config.training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run was told and everything that follows from it; immutable.
+
+    Every field of every section is also readable here: ``cfg.num_layers`` is
+    ``cfg.model.num_layers``. Build one with :func:`make_config`, from the command line with
+    ``megatron.config.cli.parse``, or from another one with :meth:`replace`.
+
+    Attributes:
+        given: What the user set; the rest are defaults and derived values.
+        notices: Lines the user should see once.
+    """
+
+    model: ModelConfig
+    fp8: Fp8Config
+    parallel: ParallelConfig
+    training: TrainingConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    run: RuntimeConfig
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    notices: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a section's field by its own name."""
+        spec = SPECS.get(name)
+        if spec is None or spec.section not in self.__dict__:
+            raise AttributeError(f"there is no setting named {name}")
+        return getattr(self.__dict__[spec.section], name)
+
+    def __hash__(self) -> int:
+        """Hash what ``==`` compares."""
+        return hash(tuple(getattr(self, section) for section in SECTIONS))
+
+    def replace(self, **fields: Any) -> RunConfig:
+        """Return this configuration with some settings changed and everything else derived anew.
+
+        Args:
+            **fields: New values; ``None`` puts a setting back to its derived default.
+                ``world_size`` may be among them.
+
+        Returns:
+            A finalized configuration.
+
+        Raises:
+            ConfigError: The result cannot work.
+        """
+        world_size = fields.pop("world_size", self.parallel.world_size)
+        return finalize({**self.given, **fields}, world_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as a plain value (tuples become lists), derived ones included."""
+        flat = {name: getattr(self, name) for name in SPECS}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items()}
+
+    def given_dict(self) -> dict[str, Any]:
+        """Return the settings the user made, as plain values; enough to rebuild this object."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in self.given.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Rebuild a configuration from :meth:`to_dict`.
+
+        Args:
+            values: Field values; derived fields other than ``world_size`` are computed anew.
+
+        Returns:
+            A finalized configuration.
+
+        Raises:
+            ConfigError: A name is unknown or the result cannot work.
+        """
+        world_size = values.get("world_size", 1)
+        fields = {
+            name: value
+            for name, value in values.items()
+            if name not in SPECS or (not SPECS[name].setting.derived and value is not None)
+        }
+        if fields.get("train_samples") is not None:
+            fields.pop("train_iters", None)  # it was derived: both at once is a contradiction
+        return finalize(fields, world_size)
+
+
+def finalize(fields: Mapping[str, Any], world_size: int = 1) -> RunConfig:
+    """Check settings, derive what was left open and freeze the result.
+
+    Args:
+        fields: Settings by field name; a missing one takes its default.
+        world_size: Number of processes of the run.
+
+    Returns:
+        The finished configuration.
+
+    Raises:
+        ConfigError: Lists every problem, not only the first.
+    """
+    draft = Draft(fields, world_size)
+    derive(draft)
+    problems = [*draft.problems, *check(draft)]
+    if problems:
+        raise ConfigError(problems)
+    sections = {
+        section: section_class(
+            **{n: draft.values[n] for n, spec in SPECS.items() if spec.section == section}
+        )
+        for section, section_class in SECTIONS.items()
+    }
+    return RunConfig(**sections, given=dict(draft.given), notices=tuple(draft.notices))
+
+
+def make_config(world_size: int = 1, **fields: Any) -> RunConfig:
+    """Build a finished configuration in Python.
+
+    Args:
+        world_size: Number of processes of the run.
+        **fields: Settings by field name.
+
+    Returns:
+        The finished configuration.
+
+    Raises:
+        ConfigError: Lists every problem, not only the first.
+    """
+    return finalize(fields, world_size)

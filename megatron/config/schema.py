@@ -1,0 +1,42 @@
+"""The table of every setting, collected from the section dataclasses."""
+
+from __future__ import annotations
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
+from megatron.config.field import Spec, specs_of
+from megatron.config.fp8 import Fp8Config
+from megatron.config.logging import LoggingConfig
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RuntimeConfig
+from megatron.config.training import TrainingConfig
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "fp8": Fp8Config,
+    "parallel": ParallelConfig,
+    "training": TrainingConfig,
+    "data": DataConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+    "run": RuntimeConfig,
+}
+
+
+def _collect() -> dict[str, Spec]:
+    table: dict[str, Spec] = {}
+    for section, cls in SECTIONS.items():
+        for spec in specs_of(section, cls):
+            if spec.name in table or spec.name in SECTIONS:
+                raise TypeError(f"the name {spec.name} is used twice")
+            table[spec.name] = spec
+    return table
+
+
+SPECS: dict[str, Spec] = _collect()
+
+
+def flag_of(name: str) -> str:
+    """Return the command-line spelling of a field, for messages."""
+    return SPECS[name].flag

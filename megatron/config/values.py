@@ -1,0 +1,90 @@
+"""Plain values to typed values: one conversion for the command line, YAML and Python."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.config.field import Spec
+from megatron.config.problems import Problem
+
+_KIND_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that resembles ``name`` most, or None."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _number(kind: type, value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError
+    if kind is int:
+        if isinstance(value, float):
+            raise ValueError
+        return int(value)
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _scalar(spec: Spec, value: Any) -> Any:
+    if spec.kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError
+        return value
+    if spec.kind is str:
+        if isinstance(value, bool) or not isinstance(value, str | int | float | os.PathLike):
+            raise ValueError
+        text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+        return dict(spec.setting.aliases).get(text, text)
+    return _number(spec.kind, value)
+
+
+def coerce(spec: Spec, value: Any) -> Any:
+    """Convert a value to a field's type.
+
+    Args:
+        spec: The field.
+        value: Text from the command line, a YAML value or a Python value.
+
+    Returns:
+        The typed value; a tuple for a list field.
+
+    Raises:
+        ValueError: The value has another type or is none of the choices. The message says what
+            was expected.
+    """
+    choices = spec.setting.choices
+    wanted = _KIND_WORDS[spec.kind]
+    if value is None:
+        if spec.optional:
+            return None
+        raise ValueError(f"It takes {wanted}")
+    try:
+        if spec.many:
+            items = value.split() if isinstance(value, str) else tuple(value)
+            result: Any = tuple(_scalar(spec, item) for item in items)
+        else:
+            result = _scalar(spec, value)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"It takes {wanted}{' (or several)' if spec.many else ''}") from None
+    if choices:
+        for item in result if spec.many else (result,):
+            if item not in choices:
+                raise ValueError(f"The choices are {', '.join(str(c) for c in choices)}")
+    return result
+
+
+def coerce_problem(spec: Spec, value: Any, why: str, origin: str = "") -> Problem:
+    """Build the problem for a value that :func:`coerce` refused."""
+    guess = nearest(str(value), [str(c) for c in spec.setting.choices])
+    fix = f"Did you mean {guess}?" if guess else "Give one of these values"
+    if not spec.setting.choices:
+        fix = "Give such a value or leave it out"
+    return Problem((spec.flag,), f"{value!r}{origin}", why, fix)
