@@ -1,0 +1,366 @@
+"""Where checkpoints lie, which one is the latest, and how a new one takes its place.
+
+Layout of a save directory::
+
+    latest_checkpointed_iteration.txt     the tracker: an iteration, or the word "release"
+    iter_0000100/                         a committed checkpoint: it holds metadata.json
+    iter_0000200.tmp/                     being written, or left behind by a crash
+    iter_0000100.old/                     being replaced by a new save of the same iteration
+
+A checkpoint counts once ``metadata.json`` lies in a directory with its final name; both appear with
+one rename. The tracker is replaced, never rewritten, and only after that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.storage import FileRecord, checksum
+from megatron.core.errors import CheckpointError, complaint
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+MARKER_FILE = "metadata.json"
+MANIFEST_FILE = "manifest.json"
+RELEASE = "release"
+MARKER = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_TMP, _OLD = ".tmp", ".old"
+_NAME = re.compile(r"iter_(\d{7,})$")
+
+
+def directory_name(iteration: int | str) -> str:
+    """Return ``iter_0000100`` for 100 and ``release`` for ``"release"``."""
+    return RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}"
+
+
+def iteration_of(directory: Path) -> int | str | None:
+    """Return the iteration that a directory's name stands for, or None."""
+    if directory.name == RELEASE:
+        return RELEASE
+    match = _NAME.match(directory.name)
+    return int(match.group(1)) if match else None
+
+
+def is_committed(directory: Path) -> bool:
+    """Whether the directory holds a completely written checkpoint."""
+    return (directory / MARKER_FILE).is_file()
+
+
+def committed(root: Path) -> list[tuple[int, Path]]:
+    """Return (iteration, directory) of every committed checkpoint below ``root``, oldest first."""
+    if not root.is_dir():
+        return []
+    found = []
+    for child in root.iterdir():
+        iteration = iteration_of(child)
+        if isinstance(iteration, int) and is_committed(child):
+            found.append((iteration, child))
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to load.
+
+    Attributes:
+        directory: Where it lies.
+        iteration: Its iteration, or ``"release"`` for converted weights.
+        notes: What the user has to know about how it was chosen.
+    """
+
+    directory: Path
+    iteration: int | str
+    notes: tuple[str, ...] = ()
+
+
+def find(load: Path, step: int | None = None) -> Found | None:
+    """Decide which checkpoint ``--load`` means.
+
+    Args:
+        load: A save directory, or one checkpoint's directory.
+        step: The iteration to take instead of the latest.
+
+    Returns:
+        The checkpoint, or None when ``load`` has no tracker file.
+
+    Raises:
+        CheckpointError: What was asked for is not there or was never completely written.
+    """
+    own = iteration_of(load)
+    if own is not None or is_committed(load):
+        if not is_committed(load):
+            raise CheckpointError(_not_committed("--load", load, _previous(load.parent, own)))
+        return Found(load, RELEASE if own is None else own)
+    if step is not None:
+        directory = _restored(load, step)
+        if not is_committed(directory):
+            have = ", ".join(str(i) for i, _ in committed(load)) or "none"
+            raise CheckpointError(
+                complaint(
+                    "--ckpt-step",
+                    step,
+                    f"{directory} holds no complete checkpoint",
+                    f"Choose one of the iterations that are there ({have})",
+                )
+            )
+        return Found(directory, step)
+    return _latest(load)
+
+
+def _latest(root: Path) -> Found | None:
+    tracker = root / TRACKER_FILE
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text == RELEASE or text.isdecimal():
+        iteration: int | str = RELEASE if text == RELEASE else int(text)
+        directory = _restored(root, iteration)
+        if is_committed(directory):
+            return Found(directory, iteration)
+        problem = f"{tracker} names iteration {text}, but {directory} was never completely written"
+        before = _previous(root, iteration)
+    else:
+        problem = f"{tracker} is empty or unreadable (it holds {text[:40]!r})"
+        before = _previous(root, None)
+    if before is None:
+        raise CheckpointError(
+            complaint(
+                "--load",
+                root,
+                problem,
+                "There is no complete checkpoint to fall back to; "
+                "remove the directory to start from random weights",
+            )
+        )
+    note = (
+        f"WARNING: {problem}. Falling back to the newest complete checkpoint, iteration "
+        f"{before[0]} in {before[1]}."
+    )
+    return Found(before[1], before[0], (note,))
+
+
+def _restored(root: Path, iteration: int | str) -> Path:
+    """The directory of an iteration; the set-aside one where a crash interrupted the exchange."""
+    final = root / directory_name(iteration)
+    aside = final.with_name(final.name + _OLD)
+    return aside if not final.exists() and is_committed(aside) else final
+
+
+def _previous(root: Path, iteration: int | str | None) -> tuple[int, Path] | None:
+    """The newest committed checkpoint other than ``iteration``."""
+    others = [(i, d) for i, d in committed(root) if i != iteration]
+    return others[-1] if others else None
+
+
+def _not_committed(name: str, directory: Path, previous: tuple[int, Path] | None) -> str:
+    fix = "Check the path" if previous is None else f"The newest complete one is {previous[1]}"
+    if not directory.exists():
+        return complaint(name, directory, "There is no such directory", fix)
+    return complaint(
+        name, directory, f"It has no {MARKER_FILE}, so it was never completely written", fix
+    )
+
+
+# ------------------------------------------------------------------------------------- writing
+
+
+def prepare(root: Path, iteration: int | str, needed_bytes: int) -> Path:
+    """Make the temporary directory for a save, after clearing what crashed saves left.
+
+    Args:
+        root: The save directory; made when missing.
+        iteration: What is about to be saved.
+        needed_bytes: Expected size of the checkpoint.
+
+    Returns:
+        The empty temporary directory.
+
+    Raises:
+        CheckpointError: ``root`` is not writable or has too little free space.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        clean(root)
+        free = shutil.disk_usage(root).free
+        if free < needed_bytes:
+            raise CheckpointError(
+                complaint(
+                    "--save",
+                    root,
+                    f"The checkpoint needs {needed_bytes:,} bytes and only {free:,} are free",
+                    "Free space or choose another directory; earlier checkpoints are untouched",
+                )
+            )
+        tmp = root / (directory_name(iteration) + _TMP)
+        tmp.mkdir()
+        # Rights may allow a directory and still refuse files (quota, read-only mounts).
+        probe = tmp / ".probe"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            complaint(
+                "--save",
+                root,
+                f"It cannot be written to ({describe(error)})",
+                "Choose a writable directory",
+            )
+        ) from error
+    return tmp
+
+
+def clean(root: Path) -> None:
+    """Remove what interrupted saves left, first completing an interrupted exchange."""
+    for child in sorted(root.iterdir()):
+        base = child.name.removesuffix(_TMP).removesuffix(_OLD)
+        if base == child.name or iteration_of(root / base) is None:
+            continue
+        if child.name.endswith(_OLD) and is_committed(child) and not (root / base).exists():
+            os.rename(child, root / base)
+        else:
+            shutil.rmtree(child)
+
+
+def commit(tmp: Path, records: dict[str, FileRecord], update_tracker: bool = True) -> Path:
+    """Turn a completely written temporary directory into the latest checkpoint.
+
+    Args:
+        tmp: What ``prepare`` returned, with all data files in it and synced.
+        records: Name -> size and checksum of each of them.
+        update_tracker: Whether the tracker shall name it.
+
+    Returns:
+        The final directory.
+
+    Raises:
+        OSError: The file system refused; nothing that was committed before is lost.
+    """
+    root, final = tmp.parent, tmp.with_name(tmp.name.removesuffix(_TMP))
+    manifest = {
+        "files": {
+            name: {"size_bytes": r.size_bytes, "crc32": f"{r.crc32:08x}"}
+            for name, r in sorted(records.items())
+        }
+    }
+    _write_synced(tmp / MANIFEST_FILE, json.dumps(manifest, indent=1))
+    _write_synced(tmp / MARKER_FILE, json.dumps(MARKER))
+    _sync_directory(tmp)
+    aside = final.with_name(final.name + _OLD)
+    if final.exists():
+        os.rename(final, aside)
+    os.rename(tmp, final)
+    _sync_directory(root)
+    if update_tracker:
+        text = str(iteration_of(final))
+        _write_synced(root / (TRACKER_FILE + _TMP), text)
+        os.replace(root / (TRACKER_FILE + _TMP), root / TRACKER_FILE)
+        _sync_directory(root)
+    if aside.exists():
+        shutil.rmtree(aside)
+    return final
+
+
+def discard(tmp: Path) -> None:
+    """Remove a temporary directory after a failed save, as far as that is possible."""
+    shutil.rmtree(tmp, ignore_errors=True)
+
+
+def retain(root: Path, iteration: int, interval: int) -> list[Path]:
+    """Delete committed checkpoints older than ``iteration`` that no multiple of ``interval`` names.
+
+    Returns:
+        The directories that were removed.
+    """
+    removed = []
+    for other, directory in committed(root):
+        if other < iteration and other % interval:
+            # The marker goes first: half a deletion must not look like a checkpoint.
+            (directory / MARKER_FILE).unlink()
+            shutil.rmtree(directory)
+            removed.append(directory)
+    return removed
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------- verification
+
+
+def read_manifest(directory: Path) -> dict[str, FileRecord] | None:
+    """Return the recorded files of a checkpoint, or None when it was written without a record.
+
+    Raises:
+        CheckpointError: The record itself is damaged.
+    """
+    path = directory / MANIFEST_FILE
+    if not path.is_file():
+        return None
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        return {n: FileRecord(int(r["size_bytes"]), int(r["crc32"], 16)) for n, r in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: the list of files is damaged ({error!r}).") from error
+
+
+def verify(directory: Path, part: int = 0, parts: int = 1, contents: bool = True) -> list[str]:
+    """Compare the files with the manifest.
+
+    Args:
+        directory: The checkpoint.
+        part: Which share of the files this rank reads.
+        parts: Number of shares.
+        contents: Whether to read the files, or only to look at their sizes.
+
+    Returns:
+        One sentence a damaged file; empty when all is well.
+    """
+    problems = []
+    for index, (name, record) in enumerate(sorted((read_manifest(directory) or {}).items())):
+        path = directory / name
+        if not path.is_file():
+            problems.append(f"{path} is missing")
+        elif path.stat().st_size != record.size_bytes:
+            problems.append(
+                f"{path} has {path.stat().st_size} bytes instead of {record.size_bytes}"
+            )
+        elif contents and index % parts == part and checksum(path) != record:
+            problems.append(f"{path} has the right size but other content than was written")
+    return problems
+
+
+def damage(directory: Path, problems: list[str]) -> str:
+    """Build the error text for a committed checkpoint that is damaged."""
+    iteration = iteration_of(directory)
+    good = [
+        f"{d} (iteration {i})"
+        for i, d in reversed(committed(directory.parent))
+        if i != iteration and not verify(d, contents=False)
+    ]
+    fix = (
+        f"The newest other complete checkpoint is {good[0]}; load it with --ckpt-step or by path"
+        if good
+        else "There is no other complete checkpoint beside it"
+    )
+    return complaint("--load", directory, f"The checkpoint is damaged: {'; '.join(problems)}", fix)
+
+
+def describe(error: OSError) -> str:
+    """Return the plain reason of a file system error."""
+    return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")

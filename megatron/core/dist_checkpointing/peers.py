@@ -1,0 +1,86 @@
+"""Agreement among ranks, so that a failure on one is the same clear error on all.
+
+Every file operation of a checkpoint may fail on one rank only. If that rank raised alone, the
+others would wait in the next collective until its timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron.core.errors import CheckpointError
+from megatron.core.mesh import Axis
+
+T = TypeVar("T")
+
+
+class Peers:
+    """The ranks that save or load together; identity operations when there is only one."""
+
+    def __init__(self, axis: Axis) -> None:
+        """Use the ranks of ``axis``, normally the whole world."""
+        self.rank = axis.rank
+        self.size = axis.size
+        self.group = axis.group
+        self._first = axis.ranks[0]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes the decisions."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, problem: str | None) -> None:
+        """Raise the first problem that any rank has on all of them.
+
+        Raises:
+            CheckpointError: Some rank passed a text.
+        """
+        problems = self.gather(problem)
+        for rank, text in enumerate(problems):
+            if text is not None:
+                prefix = f"[rank {rank}] " if self.size > 1 else ""
+                raise CheckpointError(prefix + text)
+
+    def decide(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the first rank and give its result, or its failure, to all.
+
+        Raises:
+            CheckpointError: The first rank could not do it.
+        """
+        outcome: list[object] = [None, None]
+        if self.leads:
+            try:
+                outcome = [work(), None]
+            except (CheckpointError, OSError) as error:
+                outcome = [None, str(error)]
+        if self.size > 1:
+            dist.broadcast_object_list(outcome, src=self._first, group=self.group)
+        if outcome[1] is not None:
+            raise CheckpointError(str(outcome[1]))
+        return outcome[0]  # type: ignore[return-value]
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on every rank; when it fails on one, all raise that failure.
+
+        Raises:
+            CheckpointError: It failed somewhere.
+        """
+        result: T | None = None
+        problem: str | None = None
+        try:
+            result = work()
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+        self.agree(problem)
+        return result  # type: ignore[return-value]

@@ -1,0 +1,365 @@
+"""Files of one checkpoint directory: checksummed writing, and reading that executes nothing.
+
+The format is that of ``torch.distributed.checkpoint``: data files ``__{rank}_{n}.distcp`` and the
+index ``.metadata``. Reading is our own because it must be safe with files from elsewhere (the index
+is a pickle; here only a fixed set of plain record types may appear in it), must name the file that
+is damaged, and must work without a process group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
+from megatron.core.errors import CheckpointError
+
+INDEX_FILE = ".metadata"
+_COPY_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must look like: its size in bytes and the CRC-32 of its content."""
+
+    size_bytes: int
+    crc32: int
+
+
+class _ChecksumStream(io.RawIOBase):
+    """Passes sequential writes on to a file and keeps their length and CRC-32."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.size_bytes = 0
+        self.crc32 = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.size_bytes += len(view)
+        self.crc32 = zlib.crc32(view, self.crc32)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        # The caller is about to fsync, which does not see bytes still buffered here.
+        self._file.flush()
+        return self._file.fileno()
+
+
+class _ChecksumFileSystem(FileSystem):
+    """The library's file access with a record of every file it wrote."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with Path(path).open(mode) as file:
+            if "w" not in mode:
+                yield cast(io.IOBase, file)
+                return
+            stream = _ChecksumStream(cast(IO[bytes], file))
+            yield stream
+        self.records[Path(path).name] = FileRecord(stream.size_bytes, stream.crc32)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class ChecksumWriter(FileSystemWriter):
+    """DCP's writer; afterwards ``records`` holds size and checksum of what this rank wrote."""
+
+    def __init__(self, path: Path) -> None:
+        """Write into ``path``, with an fsync for each file."""
+        super().__init__(path, sync_files=True, thread_count=1, overwrite=False)
+        files = _ChecksumFileSystem()
+        self.fs = files
+        self.records: dict[str, FileRecord] = files.records
+
+
+class PlainPlanner(DefaultSavePlanner):
+    """DCP's planner for a flat mapping; ``BytesIO`` values are written as they are."""
+
+    def __init__(self) -> None:
+        """Keys are final already: nothing is flattened or renamed."""
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Write bytes unchanged instead of pickling the object that wraps them."""
+        if write_item.type == WriteItemType.BYTE_IO and isinstance(object, io.BytesIO):
+            return object
+        return super().transform_object(write_item, object)
+
+
+# Every global that the index of a DCP checkpoint may name. torch.dtype members are added below.
+_INDEX_GLOBALS = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("collections", "OrderedDict"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads the index, refusing anything but its own record types."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in _INDEX_GLOBALS:
+            return getattr(importlib.import_module(module), name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint index needs")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Global shape and dtype of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Reader:
+    """Random access to the tensors and byte entries of one checkpoint directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the index.
+
+        Args:
+            directory: An ``iter_XXXXXXX`` or ``release`` directory.
+
+        Raises:
+            CheckpointError: The index is missing or is not one.
+        """
+        self.directory = directory
+        self._metadata = _read_index(directory / INDEX_FILE)
+        self.tensors: dict[str, TensorEntry] = {}
+        self.blobs: list[str] = []
+        for key, entry in self._metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                self.tensors[key] = TensorEntry(tuple(entry.size), entry.properties.dtype)
+            else:
+                self.blobs.append(key)
+
+    def files(self) -> set[str]:
+        """Return the names of the data files that the index refers to."""
+        return {info.relative_path for info in self._metadata.storage_data.values()}
+
+    def read_blob(self, key: str) -> bytes:
+        """Return the bytes stored under ``key``.
+
+        Raises:
+            CheckpointError: There is no such entry, or its file is damaged.
+        """
+        if key not in self.blobs:
+            raise CheckpointError(f"{self.directory}: it has no entry {key!r}.")
+        return self._raw(self._metadata.storage_data[MetadataIndex(key)])
+
+    def read(self, key: str) -> Tensor:
+        """Return the whole tensor ``key``.
+
+        Raises:
+            CheckpointError: There is no such tensor, or its file is damaged.
+        """
+        entry = self._entry(key)
+        target = torch.empty(entry.shape, dtype=entry.dtype)
+        self.load({key: Sharded(entry.shape, [Piece(target, (0,) * target.dim())])})
+        return target
+
+    def read_row(self, key: str, row: int) -> Tensor:
+        """Return ``tensor[row]`` of a stacked tensor without reading the other layers.
+
+        Raises:
+            CheckpointError: There is no such tensor or row, or its file is damaged.
+        """
+        entry = self._entry(key)
+        if not entry.shape or not 0 <= row < entry.shape[0]:
+            raise CheckpointError(f"{self.directory}: {key} {entry.shape} has no row {row}.")
+        target = torch.empty((1, *entry.shape[1:]), dtype=entry.dtype)
+        offset = (row, *(0,) * (target.dim() - 1))
+        self.load({key: Sharded(entry.shape, [Piece(target, offset)])})
+        return target[0]
+
+    def load(self, targets: Mapping[str, Sharded]) -> int:
+        """Copy the stored values into the blocks of ``targets``, converting dtypes.
+
+        A block that reaches past the stored extent along its ``padded_dim`` keeps zeros there.
+
+        Args:
+            targets: Stored key -> blocks to fill in place.
+
+        Returns:
+            Number of bytes of the blocks.
+
+        Raises:
+            CheckpointError: A key is missing, a shape differs, a block is not covered by stored
+                data, or a file is damaged.
+        """
+        jobs: dict[tuple[str, int], list[tuple[MetadataIndex, Any, _Copy]]] = {}
+        num_bytes = 0
+        for key, target in targets.items():
+            self._check_shape(key, target)
+            for piece in target.pieces:
+                num_bytes += piece.local.nbytes
+                for index, info, copy in self._plan(key, piece, target.padded_dim):
+                    jobs.setdefault((info.relative_path, info.offset), []).append(
+                        (index, info, copy)
+                    )
+        for place in sorted(jobs):  # in file order, and each stored block is read once
+            index, info, _ = jobs[place][0]
+            stored = self._tensor(index, info)
+            for _, _, copy in jobs[place]:
+                copy.run(stored)
+        return num_bytes
+
+    def _entry(self, key: str) -> TensorEntry:
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.directory}: it has no tensor {key!r}.")
+        return self.tensors[key]
+
+    def _check_shape(self, key: str, target: Sharded) -> None:
+        stored, wanted = list(self._entry(key).shape), list(target.size())
+        if target.padded_dim is not None and len(stored) == len(wanted):
+            wanted[target.padded_dim] = stored[target.padded_dim]
+        if stored != wanted:
+            raise CheckpointError(
+                f"{self.directory}: {key} has shape {tuple(stored)}, the model needs "
+                f"{tuple(target.size())}."
+            )
+
+    def _plan(
+        self, key: str, piece: Piece, padded_dim: int | None
+    ) -> Iterator[tuple[MetadataIndex, Any, _Copy]]:
+        entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[key])
+        shape = tuple(piece.local.shape)
+        missing = volume(shape)
+        copies = []
+        for chunk in entry.chunks:
+            box = overlap(piece.offset, shape, chunk.offsets, chunk.sizes)
+            if box is None:
+                continue
+            start, extent = box
+            missing -= volume(extent)
+            source = _slices(start, extent, chunk.offsets)
+            destination = piece.local[_slices(start, extent, piece.offset)]
+            index = MetadataIndex(key, chunk.offsets)
+            copies.append((index, self._metadata.storage_data[index], _Copy(source, destination)))
+        if missing and padded_dim is not None:
+            beyond = piece.offset[padded_dim] + shape[padded_dim] - entry.size[padded_dim]
+            beyond = min(max(beyond, 0), shape[padded_dim])
+            missing -= beyond * volume(shape) // max(shape[padded_dim], 1)
+            with torch.no_grad():
+                piece.local.narrow(padded_dim, shape[padded_dim] - beyond, beyond).zero_()
+        if missing:
+            raise CheckpointError(
+                f"{self.directory}: {key}: {missing} of the {volume(shape)} elements at "
+                f"{piece.offset} are stored nowhere."
+            )
+        yield from copies
+
+    def _tensor(self, index: MetadataIndex, info: Any) -> Tensor:
+        data = io.BytesIO(self._raw(info))
+        try:
+            value = torch.load(data, map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.directory / info.relative_path}: the bytes of {index.fqn} at offset "
+                f"{info.offset} are damaged ({error})."
+            ) from error
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{self.directory}: {index.fqn} is not stored as a tensor.")
+        return value
+
+    def _raw(self, info: Any) -> bytes:
+        path = self.directory / info.relative_path
+        try:
+            with path.open("rb") as file:
+                file.seek(info.offset)
+                data: bytes = file.read(info.length)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
+        if len(data) != info.length:
+            raise CheckpointError(f"{path}: it ends too early, at byte {info.offset + len(data)}.")
+        return data
+
+
+@dataclass(frozen=True)
+class _Copy:
+    source: tuple[slice, ...]
+    destination: Tensor
+
+    def run(self, stored: Tensor) -> None:
+        with torch.no_grad():
+            self.destination.copy_(stored[self.source])
+
+
+def _slices(
+    start: Sequence[int], extent: Sequence[int], origin: Sequence[int]
+) -> tuple[slice, ...]:
+    return tuple(slice(s - o, s - o + n) for s, n, o in zip(start, extent, origin, strict=True))
+
+
+def _read_index(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _IndexUnpickler(file).load()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: it is not a checkpoint index ({error}).") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(f"{path}: it is not a checkpoint index.")
+    return metadata
+
+
+def checksum(path: Path) -> FileRecord:
+    """Return size and CRC-32 of a file."""
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(_COPY_BYTES):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return FileRecord(size, crc)
