@@ -1,0 +1,128 @@
+"""What this machine can do, each answer with its reason.
+
+Optional packages are only looked up, never imported: importing Transformer Engine can take seconds
+and can fail. Ask the backend registry whether it really runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import platform
+from dataclasses import dataclass
+
+import torch
+
+OPTIONAL_PACKAGES = {
+    "transformer_engine": "layers on CUDA by Transformer Engine",
+    "numba": "compiled FP8 rounding on a CPU",
+    "triton": "compiled FP8 kernels on CUDA",
+    "apex": "nothing here needs it; fused kernels come from torch",
+    "flash_attn": "nothing here needs it; attention comes from torch or Transformer Engine",
+    "transformers": "HuggingFace tokenizers and checkpoint conversion",
+    "tensorboard": "TensorBoard logging",
+    "wandb": "Weights & Biases logging",
+}
+FP8_COMPUTE_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that this machine has or lacks.
+
+    Attributes:
+        name: What was looked for.
+        present: Whether it is there.
+        reason: Version, size or cause, in words.
+    """
+
+    name: str
+    present: bool
+    reason: str
+
+
+@functools.cache
+def package(name: str) -> Fact:
+    """Look an optional package up without importing it."""
+    use = OPTIONAL_PACKAGES.get(name, "optional")
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError) as error:
+        return Fact(name, False, f"broken installation ({error}); {use}")
+    if not found:
+        return Fact(name, False, f"not installed; {use}")
+    try:
+        version = importlib.metadata.version(name.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        version = "unknown version"
+    return Fact(name, True, f"{version}; {use}")
+
+
+def cuda() -> Fact:
+    """The first CUDA device and its compute capability."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = "no device found" if built else f"torch {torch.__version__} is built without CUDA"
+        return Fact("cuda", False, why)
+    major, minor = torch.cuda.get_device_capability()
+    return Fact("cuda", True, f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}")
+
+
+def fp8_gemm() -> Fact:
+    """Whether FP8 matrix products run in hardware here; otherwise they are emulated."""
+    device = cuda()
+    if not device.present:
+        return Fact("fp8_gemm", False, f"emulated: {device.reason}")
+    capability = torch.cuda.get_device_capability()
+    if capability < FP8_COMPUTE_CAPABILITY:
+        return Fact("fp8_gemm", False, f"emulated: {device.reason}, FP8 needs 8.9")
+    return Fact("fp8_gemm", True, f"torch._scaled_mm on {device.reason}")
+
+
+@functools.cache
+def cpu_bf16_gemm() -> Fact:
+    """Whether this CPU multiplies bf16 matrices in hardware (AVX512-BF16 or AMX).
+
+    Without these instructions torch widens bf16 operands block by block, several times slower than
+    an fp32 product of the same numbers. The fp32 product is the same sum of the same exact
+    products, so callers may choose it freely.
+    """
+    for instruction, probe in (
+        ("AMX", "_is_amx_tile_supported"),
+        ("AVX512-BF16", "_is_avx512_bf16_supported"),
+    ):
+        supported = getattr(torch.cpu, probe, None)
+        if supported is not None and supported():
+            return Fact("cpu_bf16_gemm", True, f"this CPU has {instruction}")
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return Fact("cpu_bf16_gemm", True, "assumed on Arm; torch has no probe for it")
+    return Fact("cpu_bf16_gemm", False, "this CPU has neither AMX nor AVX512-BF16")
+
+
+def gemm_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which products of `dtype` matrices run fastest without losing anything.
+
+    Args:
+        dtype: What the operands are held in.
+        device: Where they are.
+
+    Returns:
+        float32 where a CPU has no instructions for 16-bit products, else `dtype`.
+    """
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return dtype
+    if dtype == torch.bfloat16 and cpu_bf16_gemm().present:
+        return dtype
+    return torch.float32
+
+
+def facts() -> list[Fact]:
+    """Everything worth knowing about this machine, for the banner and for reports."""
+    return [
+        Fact("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads"),
+        cuda(),
+        fp8_gemm(),
+        cpu_bf16_gemm(),
+        *(package(name) for name in OPTIONAL_PACKAGES),
+    ]
