@@ -28,7 +28,7 @@ class ParallelConfig:
     )
     sequence_parallel: bool = field(
         False,
-        help="Split sequences over the tensor-parallel ranks outside the linear layers; off at TP1.",
+        help="Split sequences over the TP ranks outside the linear layers; off at TP 1.",
     )
     distributed_backend: str = field(
         "auto",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Problem:
     def __str__(self) -> str:
         """Return ``<flags>: got X. <why>. <fix>.`` on one line."""
         names = ", ".join(self.flags)
-        return f"{names}: got {self.got}. {self.why.rstrip('.')}. {self.fix.rstrip('.')}."
+        fix = self.fix if self.fix.endswith("?") else f"{self.fix.rstrip('.')}."
+        return f"{names}: got {self.got}. {self.why.rstrip('.')}. {fix}"
 
 
 class ConfigError(Exception):
@@ -43,3 +46,13 @@ class ConfigError(Exception):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         """Pickle by problems, so that the error survives a trip between processes."""
         return (type(self), (self.problems,))
+
+
+Rule = Callable[[Any], Iterator[Problem]]
+RULES: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    """Register a rule; the first line of its docstring is its entry in the documentation."""
+    RULES.append(function)
+    return function

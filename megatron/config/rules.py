@@ -1,23 +1,16 @@
-"""What a configuration must satisfy, one small function a rule."""
+"""What a configuration must satisfy: collects the rules and runs all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
+from megatron.config import rules_data, rules_model, rules_parallel, rules_training
 from megatron.config.draft import Draft
-from megatron.config.problems import ConfigError, Problem
+from megatron.config.problems import RULES, ConfigError, Problem, rule
 from megatron.config.schema import flag_of
 
 __all__ = ["RULES", "ConfigError", "Problem", "check", "rule"]
 
-Rule = Callable[[Draft], Iterator[Problem]]
-RULES: list[Rule] = []
-
-
-def rule(function: Rule) -> Rule:
-    """Register a rule; the first line of its docstring is its entry in the documentation."""
-    RULES.append(function)
-    return function
+# The order in which problems are listed and documented.
+RULE_MODULES = (rules_model, rules_parallel, rules_training, rules_data)
 
 
 def check(draft: Draft) -> list[Problem]:

@@ -102,7 +102,27 @@ class RunConfig:
         }
         if fields.get("train_samples") is not None:
             fields.pop("train_iters", None)  # it was derived: both at once is a contradiction
-        return finalize(fields, world_size)
+        return finalize(_without_derived(fields, world_size), world_size)
+
+
+_DERIVED_FROM_OTHERS = (
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "max_position_embeddings",
+    "padded_vocab_size",
+    "lr_decay_iters",
+    "lr_decay_samples",
+)
+
+
+def _without_derived(fields: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Drop values that come out the same when left open, so that ``replace`` derives them anew."""
+    open_fields = {k: v for k, v in fields.items() if k not in _DERIVED_FROM_OTHERS}
+    draft = Draft(open_fields, world_size)
+    derive(draft)
+    kept = {k: v for k, v in fields.items() if k in _DERIVED_FROM_OTHERS}
+    return {**open_fields, **{k: v for k, v in kept.items() if draft.values[k] != v}}
 
 
 def finalize(fields: Mapping[str, Any], world_size: int = 1) -> RunConfig:

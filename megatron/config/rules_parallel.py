@@ -1,0 +1,137 @@
+"""Rules about the process mesh and how it cuts the model and the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.draft import Draft
+from megatron.config.problems import Problem, rule
+from megatron.config.schema import flag_of
+
+_NOT_YET = {
+    "pipeline_model_parallel_size": "pipeline schedules are",
+    "context_parallel_size": "context-parallel attention is",
+    "expert_model_parallel_size": "mixture-of-experts layers are",
+    "expert_tensor_parallel_size": "mixture-of-experts layers are",
+}
+
+
+@rule
+def axes_exist(c: Draft) -> Iterator[Problem]:
+    """Pipeline, context, expert and expert-tensor parallelism have size 1 in this release."""
+    for name, what in _NOT_YET.items():
+        if c.values[name] > 1:
+            yield Problem(
+                (flag_of(name),),
+                c.values[name],
+                f"Only 1 is possible: {what} not in this release",
+                f"Set {flag_of(name)} 1 and use --tensor-model-parallel-size or more replicas",
+            )
+
+
+@rule
+def mesh_fills_the_world(c: Draft) -> Iterator[Problem]:
+    """The number of processes is a multiple of TP * PP * CP."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    if c.world_size < 1:
+        yield Problem(
+            ("world_size",), c.world_size, "A run has at least one process", "Use the launcher"
+        )
+        return
+    if not c.counts(*names):
+        return
+    tp, pp, cp = (c.values[name] for name in names)
+    if c.world_size % (tp * pp * cp):
+        yield Problem(
+            tuple(flag_of(name) for name in names),
+            f"{tp}, {pp} and {cp} on {c.world_size} processes",
+            f"One replica needs {tp * pp * cp} processes, and they must divide all processes",
+            f"Start a multiple of {tp * pp * cp} processes, or lower a size",
+        )
+
+
+@rule
+def heads_divide_tp(c: Draft) -> Iterator[Problem]:
+    """Attention heads split evenly over tensor-parallel ranks."""
+    if c.counts("num_attention_heads", "tensor_model_parallel_size") and (
+        c.num_attention_heads % c.tensor_model_parallel_size
+    ):
+        yield Problem(
+            ("--num-attention-heads", "--tensor-model-parallel-size"),
+            f"{c.num_attention_heads} and {c.tensor_model_parallel_size}",
+            "Each rank owns whole heads",
+            "Choose a tensor-parallel size that divides the heads",
+        )
+
+
+@rule
+def query_groups_divide_tp(c: Draft) -> Iterator[Problem]:
+    """Query groups split evenly over tensor-parallel ranks."""
+    if (
+        c.group_query_attention
+        and c.counts("num_query_groups", "tensor_model_parallel_size")
+        and c.num_query_groups % c.tensor_model_parallel_size
+    ):
+        yield Problem(
+            ("--num-query-groups", "--tensor-model-parallel-size"),
+            f"{c.num_query_groups} and {c.tensor_model_parallel_size}",
+            "Each rank owns whole groups of heads with their keys and values",
+            "Choose a tensor-parallel size that divides the groups",
+        )
+
+
+@rule
+def ffn_divides_tp(c: Draft) -> Iterator[Problem]:
+    """The MLP's inner width splits evenly over tensor-parallel ranks."""
+    tp = c.tensor_model_parallel_size
+    if c.counts("ffn_hidden_size", "tensor_model_parallel_size") and c.ffn_hidden_size % tp:
+        yield Problem(
+            ("--ffn-hidden-size", "--tensor-model-parallel-size"),
+            f"{c.ffn_hidden_size} and {tp}",
+            "Each rank owns the same number of the MLP's inner channels",
+            f"Set --ffn-hidden-size {-(-c.ffn_hidden_size // tp) * tp}",
+        )
+
+
+@rule
+def sequence_divides_tp(c: Draft) -> Iterator[Problem]:
+    """With --sequence-parallel the sequence splits evenly over tensor-parallel ranks."""
+    tp = c.tensor_model_parallel_size
+    if c.sequence_parallel and c.counts("seq_length", "tensor_model_parallel_size"):
+        if c.seq_length % tp == 0:
+            return
+        yield Problem(
+            ("--seq-length", "--tensor-model-parallel-size", "--sequence-parallel"),
+            f"{c.seq_length} and {tp}",
+            "Each rank holds the same number of positions",
+            f"Set --seq-length {-(-c.seq_length // tp) * tp}, or remove --sequence-parallel",
+        )
+
+
+@rule
+def batch_fills_the_replicas(c: Draft) -> Iterator[Problem]:
+    """The global batch is a multiple of microbatch size * replicas."""
+    if not c.counts("micro_batch_size", "global_batch_size"):
+        return
+    step = c.micro_batch_size * c.data_parallel_size
+    if c.global_batch_size % step:
+        below = c.global_batch_size // step * step
+        near = [str(n) for n in (below, below + step) if n > 0]
+        yield Problem(
+            ("--global-batch-size", "--micro-batch-size"),
+            f"{c.global_batch_size} and {c.micro_batch_size} with {c.data_parallel_size} replicas",
+            "Every replica runs the same number of whole microbatches",
+            f"Set --global-batch-size {' or '.join(near)}",
+        )
+
+
+@rule
+def backend_fits_the_device(c: Draft) -> Iterator[Problem]:
+    """--distributed-backend nccl needs CUDA."""
+    if c.device == "cpu" and c.distributed_backend == "nccl":
+        yield Problem(
+            ("--distributed-backend", "--device"),
+            "nccl and cpu",
+            "NCCL moves CUDA tensors only",
+            "Use --distributed-backend gloo, or leave it out",
+        )
