@@ -269,22 +269,6 @@ def discard(tmp: Path) -> None:
     shutil.rmtree(tmp, ignore_errors=True)
 
 
-def retain(root: Path, iteration: int, interval: int) -> list[Path]:
-    """Delete committed checkpoints older than ``iteration`` that no multiple of ``interval`` names.
-
-    Returns:
-        The directories that were removed.
-    """
-    removed = []
-    for other, directory in committed(root):
-        if other < iteration and other % interval:
-            # The marker goes first: half a deletion must not look like a checkpoint.
-            (directory / MARKER_FILE).unlink()
-            shutil.rmtree(directory)
-            removed.append(directory)
-    return removed
-
-
 def _write_synced(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
