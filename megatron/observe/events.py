@@ -73,10 +73,8 @@ class StepEnd:
         iteration: Number of this iteration, counted from 1.
         train_iters: Number of iterations of the whole run.
         consumed_samples: Training sequences read so far.
-        skipped_samples: Sequences of iterations that were left out on request.
         losses: Name to token-weighted global mean of this iteration; empty when skipped.
         learning_rate: Learning rate after this iteration's scheduler step.
-        decoupled_learning_rate: The same of the embedding and output layer, where it differs.
         global_batch_size: Sequences of this iteration.
         tokens: Tokens of this iteration, over all ranks.
         flops: Model FLOPs of this iteration, over all ranks.
@@ -100,8 +98,6 @@ class StepEnd:
     grad_norm: float | None = None
     num_zeros: int | None = None
     params_norm: float | None = None
-    decoupled_learning_rate: float | None = None
-    skipped_samples: int = 0
     skipped: bool = False
     nan: bool = False
 

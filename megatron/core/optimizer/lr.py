@@ -40,18 +40,9 @@ class LrSchedule:
     wsd_style: str = "exponential"
     wsd_decay_samples: float = 0
 
-    def value(
-        self, samples: int, max_lr: float | None = None, min_lr: float | None = None
-    ) -> float:
-        """Return the learning rate after `samples` samples.
-
-        Args:
-            samples: Samples of all steps that were taken so far.
-            max_lr: Peak of a parameter group that has its own.
-            min_lr: Floor of a parameter group that has its own.
-        """
-        top = self.max_lr if max_lr is None else max_lr
-        floor = self.min_lr if min_lr is None else min_lr
+    def value(self, samples: int) -> float:
+        """Return the learning rate after the steps taken so far have used `samples` samples."""
+        top, floor = self.max_lr, self.min_lr
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
             return self.warmup_init + (top - self.warmup_init) * samples / self.warmup_samples
         if self.style == "constant":
@@ -143,7 +134,7 @@ _WD_FLAGS = {
 class ParamScheduler:
     """Writes `lr` and `weight_decay` of an optimizer's parameter groups.
 
-    A group may carry `max_lr`/`min_lr` of its own, and `lr_mult`/`wd_mult` factors.
+    A group may carry the factors `lr_mult` and `wd_mult`.
 
     Args:
         groups: The optimizer's parameter groups; they are changed in place.
@@ -171,19 +162,14 @@ class ParamScheduler:
     def step(self, increment: int) -> None:
         """Advance by `increment` samples and write the values into the groups."""
         self.num_samples += increment
-        decay = self.wd.value(self.num_samples)
+        rate, decay = self.lr.value(self.num_samples), self.wd.value(self.num_samples)
         for group in self.groups:
-            rate = self.lr.value(self.num_samples, group.get("max_lr"), group.get("min_lr"))
             group["lr"] = rate * group.get("lr_mult", 1.0)
             group["weight_decay"] = decay * group.get("wd_mult", 1.0)
 
     def learning_rate(self) -> float:
-        """Return the learning rate of the ordinary parameters."""
+        """Return the learning rate of groups without a factor."""
         return self.lr.value(self.num_samples)
-
-    def decoupled_learning_rate(self) -> float | None:
-        """Return the learning rate of the group with its own peak, None when there is none."""
-        return next((g["lr"] for g in self.groups if g.get("max_lr") is not None), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and both schedules as plain values."""

@@ -1,0 +1,159 @@
+"""Build the optimizer and its scheduler from the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.core.mesh import ParallelState
+from megatron.core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
+from megatron.core.optimizer.lr import LrSchedule, ParamScheduler, WdSchedule
+from megatron.core.optimizer.mixed import MixedPrecisionOptimizer, Slot
+
+
+def _master(param: torch.nn.Parameter) -> torch.Tensor:
+    return param if param.dtype == torch.float32 else param.detach().float()
+
+
+def _groups(slots: list[Slot]) -> list[dict[str, Any]]:
+    """Put the masters into two groups: with and without weight decay (biases, 1-D parameters)."""
+    by_decay: dict[bool, list[torch.Tensor]] = {}
+    for slot in slots:
+        decayed = slot.param.dim() > 1 and not slot.name.endswith(".bias")
+        by_decay.setdefault(decayed, []).append(slot.master)
+    return [{"params": own, "wd_mult": float(decayed)} for decayed, own in by_decay.items()]
+
+
+def _apex_adam() -> Any | None:
+    """Return NVIDIA apex's FusedAdam, None where it cannot be imported.
+
+    PyPI's package of the name `apex` is an unrelated project; importing it raises ImportError too.
+    """
+    try:
+        from apex.optimizers import FusedAdam  # noqa: PLC0415  (optional package)
+    except ImportError:
+        return None
+    return FusedAdam
+
+
+def _adam(cfg: RunConfig, groups: list[dict[str, Any]], on_cuda: bool) -> torch.optim.Optimizer:
+    """Build AdamW with its state in place, so that it can be saved and loaded before a step."""
+    common: dict[str, Any] = {
+        "lr": cfg.lr,
+        "betas": (cfg.adam_beta1, cfg.adam_beta2),
+        "eps": cfg.adam_eps,
+        "weight_decay": cfg.weight_decay,
+    }
+    apex = _apex_adam() if on_cuda else None
+    inner: torch.optim.Optimizer
+    if apex is not None:
+        inner = apex(groups, adam_w_mode=True, **common)
+        for group in inner.param_groups:
+            group["step"] = 0
+    else:
+        inner = torch.optim.AdamW(groups, fused=True, **common)
+    for group in inner.param_groups:
+        for master in group["params"]:
+            state = inner.state[master]
+            if apex is None:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+    return inner
+
+
+def _sgd(cfg: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Build SGD; its momentum buffers start at zero, which equals the usual first step."""
+    inner = torch.optim.SGD(
+        groups, lr=cfg.lr, momentum=cfg.sgd_momentum, weight_decay=cfg.weight_decay, fused=True
+    )
+    if cfg.sgd_momentum:
+        for group in inner.param_groups:
+            for master in group["params"]:
+                inner.state[master]["momentum_buffer"] = torch.zeros_like(master)
+    return inner
+
+
+def build_loss_scale(cfg: RunConfig) -> LossScale:
+    """Return a dynamic loss scale for FP16 without ``--loss-scale``, else a constant one."""
+    if cfg.loss_scale is not None:
+        return ConstantLossScale(cfg.loss_scale)
+    if not cfg.fp16:
+        return ConstantLossScale()
+    return DynamicLossScale(
+        initial=cfg.initial_loss_scale,
+        minimum=cfg.min_loss_scale,
+        window=cfg.loss_scale_window,
+        hysteresis=cfg.hysteresis,
+    )
+
+
+def build_optimizer(
+    cfg: RunConfig, model: torch.nn.Module, mesh: ParallelState
+) -> MixedPrecisionOptimizer:
+    """Build the optimizer over the trainable parameters of `model`.
+
+    Args:
+        cfg: The run's configuration.
+        model: The bare model, so that names are checkpoint names. Each trainable parameter has a
+            fp32 `main_grad` by the time of the first step.
+        mesh: The process mesh.
+    """
+    slots = [
+        Slot(name, param, _master(param))
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    ]
+    groups = _groups(slots)
+    on_cuda = any(s.param.is_cuda for s in slots)
+    inner = _sgd(cfg, groups) if cfg.optimizer == "sgd" else _adam(cfg, groups, on_cuda)
+    return MixedPrecisionOptimizer(
+        slots,
+        inner,
+        mesh=mesh,
+        loss_scale=build_loss_scale(cfg),
+        clip_grad=cfg.clip_grad,
+        count_zeros=cfg.log_num_zeros_in_grad,
+        skip_non_finite=cfg.check_for_nan_in_loss_and_grad or cfg.fp16,
+    )
+
+
+def build_scheduler(cfg: RunConfig, optimizer: MixedPrecisionOptimizer) -> ParamScheduler:
+    """Build the scheduler of `optimizer` from iterations or samples, whichever the run counts."""
+    batch = cfg.global_batch_size
+    if cfg.train_samples is not None:
+        decay = cfg.lr_decay_samples or cfg.train_samples
+        total = cfg.train_samples
+        warmup: float = cfg.lr_warmup_samples
+        wsd = cfg.lr_wsd_decay_samples or 0
+    else:
+        decay = (cfg.lr_decay_iters or cfg.train_iters) * batch
+        total = cfg.train_iters * batch
+        warmup = cfg.lr_warmup_iters * batch
+        wsd = (cfg.lr_wsd_decay_iters or 0) * batch
+    if cfg.lr_warmup_fraction is not None:
+        warmup = cfg.lr_warmup_fraction * decay
+    constant = cfg.weight_decay_incr_style == "constant"
+    return ParamScheduler(
+        optimizer.param_groups,
+        LrSchedule(
+            max_lr=cfg.lr,
+            min_lr=cfg.min_lr,
+            warmup_init=cfg.lr_warmup_init,
+            warmup_samples=warmup,
+            decay_samples=decay,
+            style=cfg.lr_decay_style,
+            wsd_style=cfg.lr_wsd_decay_style,
+            wsd_decay_samples=wsd,
+        ),
+        WdSchedule(
+            start=cfg.weight_decay if constant else cfg.start_weight_decay,
+            end=cfg.weight_decay if constant else cfg.end_weight_decay,
+            incr_samples=total,
+            style=cfg.weight_decay_incr_style,
+        ),
+        override=cfg.override_opt_param_scheduler,
+        use_checkpoint=cfg.use_checkpoint_opt_param_scheduler,
+    )

@@ -1,0 +1,75 @@
+"""Global norms, zero counts and clipping of sharded gradients.
+
+Every element of the global model counts once: a parameter that all tensor-parallel ranks hold in
+full is counted by the first of them only, and the sums are then reduced over the model-parallel
+axes. Gradients are summed over data-parallel ranks before they come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megatron.core.mesh import ParallelState
+from megatron.core.shards import is_counted_here
+from megatron.core.tensor_parallel.mappings import all_reduce_
+
+
+def _sum_over_model(value: torch.Tensor, mesh: ParallelState) -> torch.Tensor:
+    """Sum `value` in place over the ranks that hold different parts of the model."""
+    return all_reduce_(all_reduce_(value, mesh.tp), mesh.pp)
+
+
+def counted(params: Iterable[torch.Tensor], mesh: ParallelState) -> list[torch.Tensor]:
+    """Return the parameters that this rank counts in global sums."""
+    return [p for p in params if is_counted_here(p, mesh.tp)]
+
+
+def global_norm(
+    tensors: Iterable[torch.Tensor], mesh: ParallelState, device: torch.device
+) -> torch.Tensor:
+    """Return the L2 norm over the whole model as an fp32 scalar on `device`.
+
+    Args:
+        tensors: This rank's tensors, each element of the model on one rank only (see `counted`).
+        mesh: The process mesh.
+        device: Where to compute when this rank has no tensor.
+    """
+    local = list(tensors)
+    if local:
+        norms = torch.stack(torch._foreach_norm(local, dtype=torch.float32))
+        total = norms.square().sum()
+    else:
+        total = torch.zeros((), device=device)
+    return _sum_over_model(total, mesh).sqrt()
+
+
+def clip_by_norm_(tensors: Iterable[torch.Tensor], norm: float, max_norm: float) -> None:
+    """Scale `tensors` in place so that their global norm is at most `max_norm`.
+
+    Args:
+        tensors: Any iterable of gradients, a generator included.
+        norm: Their global norm.
+        max_norm: The bound; 0 or less leaves the gradients alone.
+    """
+    coefficient = max_norm / (norm + 1e-6)
+    local = list(tensors)
+    if local and max_norm > 0.0 and coefficient < 1.0:
+        torch._foreach_mul_(local, coefficient)
+
+
+def count_zeros(
+    tensors: Iterable[torch.Tensor], mesh: ParallelState, device: torch.device
+) -> torch.Tensor:
+    """Return how many elements of the whole model are exactly zero, as an int64 scalar.
+
+    Args:
+        tensors: This rank's tensors, each element of the model on one rank only (see `counted`).
+        mesh: The process mesh.
+        device: Where to count when this rank has no tensor.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        total += tensor.numel() - torch.count_nonzero(tensor)
+    return _sum_over_model(total, mesh)

@@ -1,0 +1,79 @@
+"""Memory: what a rank uses, and what its model, optimizer and activations should need."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.observe.events import MemoryUse
+
+# Linux reports the peak in KiB, macOS in bytes.
+_PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+def _resident_bytes() -> int:
+    """Return the process's resident memory now, its peak where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT
+    return pages * resource.getpagesize()
+
+
+def measure(rank: int, iteration: int, device: torch.device) -> MemoryUse:
+    """Measure this rank: the allocator's figures on CUDA, the process's resident memory on CPU."""
+    if device.type == "cuda":
+        return MemoryUse(
+            rank=rank,
+            iteration=iteration,
+            source="cuda",
+            allocated_bytes=torch.cuda.memory_allocated(device),
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
+            reserved_bytes=torch.cuda.memory_reserved(device),
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(device),
+        )
+    now = _resident_bytes()
+    peak = max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT)
+    return MemoryUse(
+        rank=rank,
+        iteration=iteration,
+        source="process",
+        allocated_bytes=now,
+        peak_allocated_bytes=peak,
+        reserved_bytes=now,
+        peak_reserved_bytes=peak,
+    )
+
+
+def count_parameters(cfg: RunConfig) -> int:
+    """Return the parameters of the whole model's matrices and embeddings."""
+    h, f = cfg.hidden_size, cfg.ffn_hidden_size
+    q = cfg.kv_channels * cfg.num_attention_heads
+    kv = cfg.kv_channels * cfg.num_query_groups
+    layer = h * (q + 2 * kv) + q * h + (3 if cfg.swiglu else 2) * h * f
+    copies = 2 if cfg.untie_embeddings_and_output_weights else 1
+    return int(cfg.num_layers * layer + copies * cfg.padded_vocab_size * h)
+
+
+def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
+    """Estimate what one rank needs, in bytes: (weights and optimizer, activations).
+
+    Weights and optimizer: 18 bytes a parameter (BF16 weight, FP32 gradient, master and two Adam
+    moments). Activations of a layer with sequence parallelism and a recomputed attention core:
+    s b h (18 + 4 f / h); otherwise s b h (10 + 24 / tp). Source: Korthikanti et al., "Reducing
+    Activation Recomputation in Large Transformer Models", 2022.
+    """
+    tp = cfg.tensor_model_parallel_size
+    weights = 18.0 * count_parameters(cfg) / tp
+    tokens = cfg.seq_length * cfg.micro_batch_size
+    h = cfg.hidden_size
+    if cfg.sequence_parallel and cfg.recompute_granularity == "selective":
+        layer = tokens * h * (18.0 + 4.0 * cfg.ffn_hidden_size / h) / tp
+    else:
+        layer = tokens * h * (10.0 + 24.0 / tp)
+    ends = 8.0 * tokens + tokens * h + 4.0 * tokens * h * (1.0 + cfg.padded_vocab_size / h)
+    return weights, cfg.num_layers * layer + ends / tp

@@ -1,0 +1,35 @@
+"""FLOPs of an iteration: published figures, and a count of the GEMMs that really run."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.flops import Shape, flops_per_sequence, terms_per_token
+
+LLAMA3_8B = Shape(8192, 32, 4096, 4096, 1024, 128256, 14336, gated=True)
+GPT3_175B = Shape(2048, 96, 12288, 12288, 12288, 51200, 4 * 12288)
+MIXTRAL = Shape(
+    4096, 32, 4096, 4096, 1024, 32000, 14336, gated=True, num_moe_layers=32,
+    moe_ffn_hidden_size=14336, moe_topk=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "expected"),
+    [
+        (LLAMA3_8B, 128, 5.397062776101274e16),
+        (GPT3_175B, 1536, 3.3405978001601987e18),
+        (MIXTRAL, 256, 8.357827687376486e16),
+    ],
+)
+def test_known_models(shape, batch, expected):
+    assert batch * flops_per_sequence(shape) == pytest.approx(expected, rel=1e-12)
+
+
+def test_terms_of_a_model_small_enough_to_do_by_hand():
+    terms = terms_per_token(Shape(8, 2, 4, 4, 2, 16, 6, gated=True))
+    assert terms["mlp"] == 3 * 2 * (2 * 3 * 4 * 6)
+    assert terms["attention_projections"] == 3 * 2 * (2 * (4 * 8 + 4 * 4))
+    # Full square would be 2 GEMMs x 2 FLOPs x 8 keys x 4 channels; a causal mask halves it.
+    assert terms["attention_core"] == 3 * 2 * (2 * 2 * 8 * 4) / 2
+    assert terms["logits"] == 3 * 2 * 4 * 16
