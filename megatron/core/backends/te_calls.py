@@ -126,12 +126,15 @@ def attention_arguments(
     dropout: float,
     tp_size: int,
     tp_group: ProcessGroup | None,
-    sequence_parallel: bool,
     get_rng_state_tracker: Callable[[], Any] | None,
     layer_number: int,
     softmax_scale: float | None,
 ) -> dict[str, Any]:
-    """Keyword arguments of `te.DotProductAttention`; head counts are those of the whole model."""
+    """Keyword arguments of `te.DotProductAttention`; head counts are those of the whole model.
+
+    `sequence_parallel` is left out: with it Transformer Engine draws dropout from the device's
+    default generator and ignores the tracker.
+    """
     return {
         "num_attention_heads": num_heads,
         "kv_channels": head_dim,
@@ -142,7 +145,6 @@ def attention_arguments(
         "attention_type": "self",
         "tp_size": tp_size,
         "tp_group": tp_group,
-        "sequence_parallel": sequence_parallel,
         "get_rng_state_tracker": get_rng_state_tracker,
         "layer_number": layer_number,
         "softmax_scale": softmax_scale,
