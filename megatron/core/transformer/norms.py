@@ -28,12 +28,11 @@ class Norm(nn.Module):
         config = build.config
         self.eps = config.norm_epsilon
         self.zero_centered = config.apply_layernorm_1p
-        start = 0.0 if self.zero_centered else 1.0
-        options = {"dtype": build.params_dtype, "device": build.device}
-        self.weight = nn.Parameter(torch.full((size,), start, **options))
+        zeros = torch.zeros(size, dtype=build.params_dtype, device=build.device)
+        self.weight = nn.Parameter(zeros.clone() if self.zero_centered else zeros + 1)
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
-            self.bias = nn.Parameter(torch.zeros(size, **options))
+            self.bias = nn.Parameter(zeros)
         if config.sequence_parallel if partial_gradient is None else partial_gradient:
             for parameter in self.parameters():
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]

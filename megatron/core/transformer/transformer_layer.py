@@ -1,0 +1,76 @@
+"""One layer: attention and MLP, each added to the residual stream.
+
+Shape legend: s local sequence, b microbatch, h hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.rotary import Rotation
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+if TYPE_CHECKING:
+    from megatron.core.build import Build
+
+
+@dataclass(frozen=True)
+class TransformerLayerSubmodules:
+    """The two halves of a layer."""
+
+    self_attention: ModuleSpec
+    mlp: ModuleSpec
+
+
+class TransformerLayer(nn.Module):
+    """A pre-norm layer; the norms belong to the first linear layer of each half.
+
+    Args:
+        build: Configuration, mesh, path and the rest that the parts need.
+        submodules: Their specifications.
+        layer_number: 1-based number of the layer in the whole model.
+    """
+
+    def __init__(
+        self, *, build: Build, submodules: TransformerLayerSubmodules, layer_number: int
+    ) -> None:
+        super().__init__()
+        config = build.config
+        self.layer_number = layer_number
+        self.hidden_dropout = config.hidden_dropout
+        self._sharded = config.sequence_parallel  # each rank holds its own part of the sequence
+        self._rng, self._path = build.rng, build.path
+        self.self_attention = build_module(
+            submodules.self_attention, build=build.at("self_attention"), layer_number=layer_number
+        )
+        self.mlp = build_module(submodules.mlp, build=build.at("mlp"))
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Run the layer.
+
+        Args:
+            hidden: `[s or s/tp, b, h]`.
+            rotation: Rotary positions of the whole local sequence, or None.
+            cache: Keys and values of earlier tokens, in generation.
+
+        Returns:
+            The shape of `hidden`.
+        """
+        attended = self.self_attention(hidden, rotation, cache)
+        hidden = hidden + self._dropout(attended, "self_attention")
+        return hidden + self._dropout(self.mlp(hidden), "mlp")
+
+    def _dropout(self, x: Tensor, half: str) -> Tensor:
+        return self._rng.dropout(
+            x,
+            self.hidden_dropout,
+            f"{self._path}.{half}.hidden_dropout",
+            sharded=self._sharded,
+            training=self.training,
+        )
