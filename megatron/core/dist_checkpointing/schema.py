@@ -1,0 +1,184 @@
+"""From module names to stored keys: the naming of Megatron-Core's ``torch_dist`` format.
+
+* Keys are module names without the index of the layer; the layers of a stack are one tensor with a
+  leading layer axis: ``decoder.layers.3.mlp.linear_fc2.weight [h, f]`` is row 3 of
+  ``decoder.layers.mlp.linear_fc2.weight [L, h, f]``.
+* Tensor-parallel shards are blocks of the global tensor, so no key and no shape depends on the
+  layout. A gated MLP's first weight is ``[gate; up]`` globally.
+* Optimizer state lies under ``optimizer.state.{kind}.{key}`` with the shape of the parameter.
+* The vocabulary axis may end in padding whose length depends on the layout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.shard import Piece, Sharded, merge, stack_layer
+from megatron.core.mesh import Axis
+from megatron.core.shards import global_shape, local_rectangles
+
+OPTIMIZER_PREFIX = "optimizer.state."
+COMMON_KEY = "common_state/shard_0_1"
+RNG_KEY = "rng_state/shard_{rank}_{size}"
+FP8_PREFIX = "fp8_state."
+
+# Tensors whose first axis is the padded vocabulary.
+_VOCABULARY = {"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"}
+_LAYER = re.compile(r"^(?P<stack>.*\blayers)\.(?P<index>\d+)\.(?P<rest>.+)$")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a module's tensor is stored.
+
+    Attributes:
+        key: The stored key.
+        layer: Row of the stacked tensor, or None when the tensor is not stacked.
+    """
+
+    key: str
+    layer: int | None = None
+
+
+def address(name: str) -> Address:
+    """Return the stored key and row of a parameter called ``name``."""
+    match = _LAYER.match(name)
+    if match is None:
+        return Address(name)
+    return Address(f"{match['stack']}.{match['rest']}", int(match["index"]))
+
+
+def optimizer_key(kind: str, key: str) -> str:
+    """Return the key of one kind of optimizer state (``param``, ``exp_avg``, ...)."""
+    return f"{OPTIMIZER_PREFIX}{kind}.{key}"
+
+
+def padded_dim(key: str) -> int | None:
+    """Return the axis of ``key`` that ends in layout-dependent padding, or None."""
+    return 0 if key in _VOCABULARY else None
+
+
+def shard_like(tensor: Tensor, param: Tensor, key: str, tp: Axis) -> Sharded:
+    """Describe ``tensor``, laid out like the parameter ``param``, as part of the global tensor.
+
+    Args:
+        tensor: The local values: the parameter itself, its master copy or a moment.
+        param: The parameter, whose attributes say how it is split.
+        key: The stored key, which tells whether the first axis is a padded vocabulary.
+        tp: The tensor-parallel axis.
+    """
+    pieces = [Piece(tensor.detach()[r.local], r.offset) for r in local_rectangles(param, tp)]
+    return Sharded(global_shape(param, tp.size), pieces, padded_dim(key))
+
+
+def sharded_state(
+    tensors: Iterable[tuple[str, Tensor, Tensor]], tp: Axis, num_layers: int
+) -> dict[str, Sharded]:
+    """Describe a set of per-parameter tensors under their stored keys.
+
+    Args:
+        tensors: (module name, values, parameter that says how they are split).
+        tp: The tensor-parallel axis.
+        num_layers: Layers of the whole model, the extent of the layer axis.
+
+    Returns:
+        Stored key -> blocks, the layers of a stack joined.
+
+    Raises:
+        CheckpointError: Layers of one stack have different shapes.
+    """
+    parts: dict[str, list[Sharded]] = {}
+    for name, tensor, param in tensors:
+        place = address(name)
+        shard = shard_like(tensor, param, place.key, tp)
+        if place.layer is not None:
+            shard = stack_layer(shard, place.layer, num_layers)
+        parts.setdefault(place.key, []).append(shard)
+    return {key: merge(key, shards) for key, shards in parts.items()}
+
+
+def model_state(model: nn.Module, tp: Axis, num_layers: int) -> dict[str, Sharded]:
+    """Describe the parameters of a bare model. Tied parameters appear once."""
+    named = ((name, param, param) for name, param in model.named_parameters())
+    return sharded_state(named, tp, num_layers)
+
+
+def optimizer_state(
+    named_state: Iterable[tuple[str, Mapping[str, Tensor]]],
+    model: nn.Module,
+    tp: Axis,
+    num_layers: int,
+) -> dict[str, Sharded]:
+    """Describe the optimizer's tensors.
+
+    Args:
+        named_state: (parameter name, kind -> tensor shaped like the local parameter).
+        model: The bare model, for the layout of each parameter.
+        tp: The tensor-parallel axis.
+        num_layers: Layers of the whole model.
+    """
+    params = dict(model.named_parameters())
+    by_kind: dict[str, list[tuple[str, Tensor, Tensor]]] = {}
+    for name, tensors in named_state:
+        for kind, tensor in tensors.items():
+            by_kind.setdefault(kind, []).append((name, tensor, params[name]))
+    return {
+        optimizer_key(kind, key): shard
+        for kind, tensors_of_kind in by_kind.items()
+        for key, shard in sharded_state(tensors_of_kind, tp, num_layers).items()
+    }
+
+
+def is_model_key(key: str) -> bool:
+    """Whether a stored tensor belongs to the model rather than to the optimizer or to FP8."""
+    return not key.startswith((OPTIMIZER_PREFIX, FP8_PREFIX)) and "/" not in key
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """How the tensors a run needs differ from those a checkpoint holds."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    shapes: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.shapes)
+
+    def describe(self) -> str:
+        """List every difference, one kind after the other."""
+        parts = []
+        if self.missing:
+            parts.append(f"missing from the checkpoint: {', '.join(self.missing)}")
+        if self.unexpected:
+            parts.append(f"in the checkpoint but not in this model: {', '.join(self.unexpected)}")
+        if self.shapes:
+            parts.append(f"of another shape: {', '.join(self.shapes)}")
+        return "; ".join(parts)
+
+
+def compare(wanted: Mapping[str, Sharded], stored: Mapping[str, tuple[int, ...]]) -> Mismatch:
+    """Compare keys and global shapes.
+
+    Args:
+        wanted: What the run needs, of all its ranks.
+        stored: Key -> shape of the tensors of the same kind in the checkpoint. TE's pickled
+            ``_extra_state`` entries are no tensors of the model and are left out by the caller.
+    """
+    shapes = []
+    for key in sorted(set(wanted) & set(stored)):
+        need, have = list(wanted[key].size()), list(stored[key])
+        axis = wanted[key].padded_dim
+        if axis is not None and len(need) == len(have):
+            need[axis] = have[axis]
+        if need != have:
+            shapes.append(f"{key} is {tuple(have)} there and {tuple(wanted[key].size())} here")
+    return Mismatch(
+        tuple(sorted(set(wanted) - set(stored))),
+        tuple(sorted(set(stored) - set(wanted))),
+        tuple(shapes),
+    )
