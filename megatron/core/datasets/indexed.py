@@ -93,6 +93,7 @@ class IndexedDataset:
         self.prefix = os.fspath(prefix)
         self.mmap = mmap
         self._file: BinaryIO | None = None
+        self._fingerprint: str | None = None
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
                 raise DataError(
@@ -234,6 +235,11 @@ class IndexedDataset:
 
     def fingerprint(self) -> str:
         """Return a hash of the index that tells corpora with different documents apart."""
+        if self._fingerprint is None:
+            self._fingerprint = self._hash_index()
+        return self._fingerprint
+
+    def _hash_index(self) -> str:
         path = idx_path(self.prefix)
         size = path.stat().st_size
         sizes = f"{size}:{bin_path(self.prefix).stat().st_size}"

@@ -1,0 +1,279 @@
+"""A corpus as fixed-length training samples: the packed GPT dataset and its pseudo corpus."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron.core.datasets.batch import cut_window
+from megatron.core.datasets.cache import Arrays, cached_arrays
+from megatron.core.datasets.index import EpochPlan, IntArray, SampleOrder
+from megatron.core.errors import DataError, complaint
+
+# Shape legend: s sequence.
+
+MOCK_DOCUMENTS = 100_000
+MOCK_LONGEST = 4096
+MOCK_SPLIT = "1,1,1"
+
+_ARRAYS = ("document_index", "sample_index", "shuffle_index")
+
+
+class Corpus(Protocol):
+    """What a dataset needs of a corpus; `IndexedDataset` is one."""
+
+    prefix: str
+    sequence_lengths: npt.NDArray[np.int32]
+
+    def __len__(self) -> int: ...
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
+        """Return tokens of a document."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return a hash of the documents' lengths."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """What shapes the samples of a run.
+
+    Attributes:
+        sequence_length: Tokens per sample.
+        seed: Seed of the order.
+        split: The split text, for the cache key and messages.
+        cache_path: Folder for index files; None puts them next to the corpus.
+        vocab_size: Ids from here on are an error in the corpus; None does not check.
+        eod: End-of-document id.
+        pad: Padding id, None unless it stands for nothing else.
+        eod_mask_loss: No loss at end-of-document inputs.
+        reset_position_ids: Positions restart after each end of document.
+    """
+
+    sequence_length: int
+    seed: int = 1234
+    split: str = "969, 30, 1"
+    cache_path: str | None = None
+    vocab_size: int | None = None
+    eod: int | None = None
+    pad: int | None = None
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+
+
+class GPTDataset:
+    """One split of one corpus, shuffled and cut into samples of equal length.
+
+    Documents are packed: a sample may hold the end of one, several whole ones and the start of
+    another, and attention runs across their borders.
+
+    Args:
+        corpus: The documents.
+        documents: Document numbers of this split.
+        num_samples: Samples that are wanted; the corpus is repeated as often as that takes. None
+            means one pass.
+        name: ``train``, ``valid`` or ``test``.
+        config: See `SampleConfig`.
+
+    Raises:
+        DataError: The split is empty or shorter than one sample, or the cache cannot be written.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        documents: IntArray,
+        num_samples: int | None,
+        name: str,
+        config: SampleConfig,
+    ) -> None:
+        self.corpus, self.documents, self.name, self.config = corpus, documents, name, config
+        self.num_samples = num_samples
+        lengths = corpus.sequence_lengths[documents]
+        self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
+        self._check_size()
+        self.plan = EpochPlan.of(self.tokens_per_epoch, config.sequence_length, num_samples)
+        self.order = SampleOrder(**self._cached())
+
+    def _check_size(self) -> None:
+        need = self.config.sequence_length + 1
+        if self.tokens_per_epoch >= need:
+            return
+        if not len(self.corpus):
+            got, fix = "an empty corpus", "Check the input of tools/preprocess_data.py"
+        else:
+            got = (
+                f"a {self.name} split of {self.documents.size} of {len(self.corpus)} documents "
+                f"with {self.tokens_per_epoch} tokens, --split {self.config.split}"
+            )
+            fix = (
+                "Give this split a larger share, add text, or shorten --seq-length"
+                if self.name == "train"
+                else "Give this split a larger share in --split, or none (0) to leave it out; "
+                "--eval-iters 0 switches evaluation off"
+            )
+        raise DataError(
+            complaint(
+                f"--data-path {self.corpus.prefix}",
+                got,
+                f"One sample takes {need} tokens (--seq-length {need - 1} and the last label)",
+                fix,
+            )
+        )
+
+    def _build(self) -> Arrays:
+        order = SampleOrder.build(
+            self.corpus.sequence_lengths,
+            self.documents,
+            self.plan,
+            sequence_length=self.config.sequence_length,
+            seed=self.config.seed,
+        )
+        return {name: getattr(order, name) for name in _ARRAYS}
+
+    def _cached(self) -> Arrays:
+        directory = self._cache_directory()
+        if directory is None:
+            return self._build()
+        return cached_arrays(
+            directory, type(self).__name__, self.name, self.description(), _ARRAYS, self._build
+        )
+
+    def _cache_directory(self) -> Path | None:
+        if self.config.cache_path is not None:
+            return Path(self.config.cache_path)
+        return Path(self.corpus.prefix).parent / "cache" / f"{type(self).__name__}_indices"
+
+    def description(self) -> dict[str, object]:
+        """Return everything that determines the order, for the cache key."""
+        first, last = (int(self.documents[i]) for i in (0, -1))
+        return {
+            "class": type(self).__name__,
+            "dataset_path": self.corpus.prefix,
+            "dataset_fingerprint": self.corpus.fingerprint(),
+            "num_samples": self.num_samples,
+            "index_split": self.name,
+            "random_seed": self.config.seed,
+            "sequence_length": self.config.sequence_length,
+            "split": self.config.split,
+            "documents": [first, last, int(self.documents.size)],
+        }
+
+    def fingerprint(self) -> str:
+        """Return a hash of the corpus and the order, to compare between ranks."""
+        digest = hashlib.blake2b(repr(self.description()).encode(), digest_size=16)
+        for name in _ARRAYS:
+            array = getattr(self.order, name)
+            digest.update(repr(array.shape).encode())
+            # Both ends of a shuffled array tell orders apart without reading all of it.
+            for part in (array[:1024], array[-1024:]):
+                digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()
+
+    def report(self) -> str:
+        """Say in words how much text there is and how often it is read."""
+        per_epoch = (self.tokens_per_epoch - 1) // self.config.sequence_length
+        wanted = len(self) if self.num_samples is None else self.num_samples
+        # The first window of a pass needs one token more than the others.
+        passes = wanted * self.config.sequence_length / self.tokens_per_epoch
+        tail = ", the last one shuffled by itself" if self.plan.separate_last else ""
+        return (
+            f"{self.name}: {self.corpus.prefix}: {self.documents.size} documents, "
+            f"{self.tokens_per_epoch} tokens, {per_epoch} samples of "
+            f"{self.config.sequence_length} tokens per epoch; {wanted} samples wanted, "
+            f"{passes:.2f} epochs{tail}"
+        )
+
+    def __len__(self) -> int:
+        return int(self.order.shuffle_index.size)
+
+    def window(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the ``sequence_length + 1`` tokens of a sample."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.corpus.prefix} {self.name}")
+        row = int(self.order.shuffle_index[index])
+        (first, offset), (last, last_offset) = self.order.sample_index[row : row + 2].tolist()
+        parts = []
+        for position in range(first, last + 1):
+            document = int(self.order.document_index[position])
+            start = offset if position == first else 0
+            count = last_offset + 1 - start if position == last else None
+            part = self.corpus.get(document, start, count)
+            self._check_ids(part, document)
+            parts.append(part)
+        return np.concatenate(parts).astype(np.int64, copy=False)
+
+    def _check_ids(self, tokens: npt.NDArray[Any], document: int) -> None:
+        limit = self.config.vocab_size
+        if limit is None or not tokens.size:
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low >= 0 and high < limit:
+            return
+        raise DataError(
+            complaint(
+                f"--data-path {self.corpus.prefix}",
+                f"token id {high if high >= limit else low} in document {document}",
+                f"The tokenizer has ids 0 to {limit - 1}",
+                "Train with the tokenizer that wrote the corpus "
+                "(--tokenizer-type, --tokenizer-model, --vocab-size)",
+            )
+        )
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return cut_window(
+            torch.from_numpy(self.window(index)),
+            eod=self.config.eod,
+            pad=self.config.pad,
+            eod_mask_loss=self.config.eod_mask_loss,
+            reset_position_ids=self.config.reset_position_ids,
+        )
+
+
+class MockCorpus:
+    """Documents that count upwards: data without files, the same on every machine.
+
+    Args:
+        vocab_size: Ids wrap here.
+        eod: Last token of every document; None continues the count.
+    """
+
+    prefix = "mock"
+
+    def __init__(self, vocab_size: int, eod: int | None) -> None:
+        self.vocab_size, self.eod = vocab_size, eod
+        self.sequence_lengths: npt.NDArray[np.int32] = np.random.default_rng(0).integers(
+            1, MOCK_LONGEST, size=MOCK_DOCUMENTS, dtype=np.int32
+        )
+
+    def __len__(self) -> int:
+        return int(self.sequence_lengths.size)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.int64]:
+        """Return tokens ``[offset, offset + length)`` of a document."""
+        size = int(self.sequence_lengths[index])
+        stop = size if length is None else offset + length
+        tokens = np.arange(offset + 1, stop + 1, dtype=np.int64) % self.vocab_size
+        if stop == size and tokens.size and self.eod is not None:
+            tokens[-1] = self.eod
+        return tokens
+
+    def fingerprint(self) -> str:
+        """Return what tells one pseudo corpus from another."""
+        return f"mock-{self.vocab_size}-{self.eod}"
+
+
+class MockGPTDataset(GPTDataset):
+    """`GPTDataset` over `MockCorpus`; its order is cheap and not cached."""
+
+    def _cache_directory(self) -> Path | None:
+        return None
