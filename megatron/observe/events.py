@@ -36,6 +36,13 @@ class RunStart:
 
 
 @dataclass(frozen=True)
+class Message:
+    """One or more lines of plain text about the run as a whole."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class PrecisionLine:
     """One GEMM of a group of equal layers: what was asked for and what runs.
 
@@ -219,6 +226,7 @@ class RunEnd:
 
 Event = (
     RunStart
+    | Message
     | PrecisionTable
     | StepEnd
     | IntervalEnd

@@ -1,0 +1,103 @@
+"""What the console shows, as text: Megatron's line formats, because people parse them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from megatron.observe.events import EvalEnd, IntervalEnd, MemoryUse, PrecisionLine
+
+_DOTS = 48
+_MIB = 1024.0 * 1024.0
+
+
+def training_line(interval: IntervalEnd, now: datetime, log_throughput: bool = False) -> str:
+    """Return the line of one log interval.
+
+    Args:
+        interval: The summary.
+        now: Timestamp of the line.
+        log_throughput: Whether TFLOP/s and tokens per second are shown.
+    """
+    step = interval.last
+    parts = [
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {step.iteration:8d}/{step.train_iters:8d}",
+        f"consumed samples: {step.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {interval.seconds_per_iteration * 1000.0:.1f}",
+    ]
+    if log_throughput:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {interval.tflops_per_rank:.1f}")
+        parts.append(f"tokens per second: {interval.tokens_per_second:.1f}")
+    parts.append(f"learning rate: {step.learning_rate:.6E}")
+    parts.append(f"global batch size: {step.global_batch_size:5d}")
+    parts += [f"{name}: {value:.6E}" for name, value in interval.losses.items()]
+    parts.append(f"loss scale: {step.loss_scale:.1f}")
+    if step.grad_norm is not None:
+        parts.append(f"grad norm: {step.grad_norm:.3f}")
+    if step.num_zeros is not None:
+        parts.append(f"num zeros: {step.num_zeros}")
+    if step.params_norm is not None:
+        parts.append(f"params norm: {step.params_norm:.3f}")
+    parts.append(f"number of skipped iterations: {interval.skipped_iterations:3d}")
+    parts.append(f"number of nan iterations: {interval.nan_iterations:3d}")
+    return " | ".join(parts) + " |"
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), bounded so that a bad loss stays printable."""
+    return math.exp(min(20.0, loss))
+
+
+def validation_lines(event: EvalEnd) -> str:
+    """Return the validation result between two rules of its own length."""
+    line = f" validation loss at {event.prefix} | "
+    for name, value in event.losses.items():
+        line += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
+    rule = "-" * (len(line) + 1)
+    return f"{rule}\n{line}\n{rule}"
+
+
+def arguments_dump(config: Mapping[str, object]) -> str:
+    """Return every setting on a line of its own, sorted by name."""
+    lines = ["------------------------ arguments ------------------------"]
+    for name in sorted(config, key=str.lower):
+        dots = "." * (_DOTS - len(name))
+        lines.append(f"  {name} {dots} {config[name]}")
+    lines.append("-------------------- end of arguments ---------------------")
+    return "\n".join(lines)
+
+
+def stamp(text: str, now: datetime) -> str:
+    """Return a stage of the run with its time."""
+    return f"[{text}] datetime: {now:%Y-%m-%d %H:%M:%S} "
+
+
+def memory_line(use: MemoryUse) -> str:
+    """Return one rank's memory in Megatron's form; resident memory of the process off CUDA."""
+    labels = ("allocated", "max allocated", "reserved", "max reserved")
+    values = (
+        use.allocated_bytes,
+        use.peak_allocated_bytes,
+        use.reserved_bytes,
+        use.peak_reserved_bytes,
+    )
+    if use.source != "cuda":
+        labels, values = ("resident", "max resident"), values[:2]  # type: ignore[assignment]
+    shown = " | ".join(f"{a}: {b / _MIB:.2f}" for a, b in zip(labels, values, strict=True))
+    return f"[Rank {use.rank}] (after {use.iteration} iterations) memory (MB) | {shown}"
+
+
+def precision_table(lines: Sequence[PrecisionLine]) -> str:
+    """Return which GEMM runs in which precision, one row a group of equal layers."""
+    head = ("layer", "gemm", "requested", "delivered", "kernel", "modules", "reason")
+    rows = [
+        (x.module, x.gemm, x.requested, x.delivered, x.kernel, str(x.count), x.reason)
+        for x in lines
+    ]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    text = ["precision of every linear layer:"]
+    for row in [head, *rows]:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        text.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(text)
