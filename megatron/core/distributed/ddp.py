@@ -44,7 +44,9 @@ class DistributedDataParallel(nn.Module):
         if expert:
             axis = expert_dp_axis or dp_axis
             self.buffers_by_axis.append(GradBuffer(expert, axis, reduce_dtype))
-        self._hooks = [p.register_post_accumulate_grad_hook(_into_main_grad) for p in trained]
+        for param in trained:
+            hooked: Any = param
+            hooked.register_post_accumulate_grad_hook(_into_main_grad)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""

@@ -52,6 +52,6 @@ def _sum_together(params: list[nn.Parameter], axis: Axis) -> None:
         return
     gradients = [p.main_grad for p in params]  # type: ignore[attr-defined]
     flat = all_reduce_(torch.cat([g.reshape(-1) for g in gradients]), axis)
-    parts = flat.split([g.numel() for g in gradients])
+    parts = torch.split(flat, [g.numel() for g in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
         gradient.copy_(part.view(gradient.shape))
