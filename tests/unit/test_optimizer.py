@@ -138,7 +138,9 @@ def test_fp16_takes_the_loss_scale_out_of_the_gradients():
     one = build_optimizer(cfg, plain, MESH)
     other = build_optimizer(cfg.replace(fp16=True, initial_loss_scale=1024.0), scaled, MESH)
     set_grads(plain, 0)
-    set_grads(scaled, 0, scale=1024.0)
+    # Losses are sums over 8 tokens here; the scale means the mean.
+    assert other.backward_scale == 1024.0 / 8
+    set_grads(scaled, 0, scale=other.backward_scale)
     assert one.step().grad_norm == pytest.approx(other.step().grad_norm)
     assert torch.equal(plain[0].weight, scaled[0].weight)
 

@@ -27,10 +27,12 @@ def finalize_gradients(
     Args:
         model: The model, or its pipeline chunks.
         mesh: The process mesh.
-        num_tokens: Unmasked tokens that this rank saw in the step, over all its microbatches.
+        num_tokens: Unmasked tokens that this rank saw in the step, over all its microbatches. A
+            vector may carry further sums (of losses, say) behind the token count, which saves
+            reductions of their own.
 
     Returns:
-        Unmasked tokens of the whole batch, an fp32 scalar.
+        Unmasked tokens of the whole batch, fp32, with the shape of `num_tokens`.
     """
     chunks = as_chunks(model)
     for chunk in chunks:
@@ -41,8 +43,9 @@ def finalize_gradients(
     device = params[0].device if params else torch.device("cpu")
     local = torch.as_tensor(num_tokens, dtype=torch.float32, device=device)
     total = all_reduce(local.detach(), mesh.dp_cp)
+    tokens = total if total.dim() == 0 else total[0]
     for chunk in chunks:
-        chunk.scale_gradients(1.0 / total.clamp(min=1.0))
+        chunk.scale_gradients(1.0 / tokens.clamp(min=1.0))
     return total
 
 

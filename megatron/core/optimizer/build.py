@@ -107,6 +107,7 @@ def build_optimizer(
         if param.requires_grad
     ]
     groups = _groups(slots)
+    tokens = float(cfg.seq_length * cfg.micro_batch_size * cfg.num_microbatches)
     on_cuda = any(s.param.is_cuda for s in slots)
     inner = _sgd(cfg, groups) if cfg.optimizer == "sgd" else _adam(cfg, groups, on_cuda)
     return MixedPrecisionOptimizer(
@@ -114,6 +115,7 @@ def build_optimizer(
         inner,
         mesh=mesh,
         loss_scale=build_loss_scale(cfg),
+        loss_divisor=tokens if cfg.fp16 else 1.0,
         clip_grad=cfg.clip_grad,
         count_zeros=cfg.log_num_zeros_in_grad,
         skip_non_finite=cfg.check_for_nan_in_loss_and_grad or cfg.fp16,

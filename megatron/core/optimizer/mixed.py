@@ -7,6 +7,7 @@ parameters are their own masters, so nothing is copied for them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,8 @@ class MixedPrecisionOptimizer:
         slots: Every trainable parameter of this rank, in model order.
         inner: A `torch.optim` style optimizer over the masters.
         mesh: The process mesh.
-        loss_scale: Factor on the gradients that a step takes out.
+        loss_scale: Factor on the loss that a step takes out of the gradients.
+        loss_divisor: Constant divisor of the loss scale (see `backward_scale`).
         clip_grad: Bound on the global gradient norm, 0 for none.
         count_zeros: Whether a step counts zero gradient elements.
         skip_non_finite: Whether non-finite gradients skip the update.
@@ -65,6 +67,7 @@ class MixedPrecisionOptimizer:
         *,
         mesh: ParallelState,
         loss_scale: LossScale,
+        loss_divisor: float = 1.0,
         clip_grad: float = 1.0,
         count_zeros: bool = False,
         skip_non_finite: bool = True,
@@ -72,6 +75,7 @@ class MixedPrecisionOptimizer:
         self.slots = list(slots)
         self.inner = inner
         self.loss_scale = loss_scale
+        self._loss_divisor = loss_divisor
         self._mesh = mesh
         self._clip_grad = clip_grad
         self._count_zeros = count_zeros
@@ -86,29 +90,48 @@ class MixedPrecisionOptimizer:
         """The groups whose `lr` and `weight_decay` a scheduler writes."""
         return self.inner.param_groups
 
+    @property
+    def backward_scale(self) -> float:
+        """Factor with which backward starts, so that FP16 gradients stay in range.
+
+        Losses are summed over tokens; the divisor turns the sum into about a mean, which is what
+        usual loss scales are made for.
+        """
+        return self.loss_scale.value / self._loss_divisor
+
     @torch.no_grad()
-    def step(self, *, skip: bool = False) -> StepResult:
+    def measure(self) -> float:
+        """Take the loss scale out of the gradients and return their global norm. Collective.
+
+        The norm is reduced over every rank that holds part of the model, and replicas hold equal
+        gradients: a non-finite element anywhere makes it non-finite on every rank.
+        """
+        scale = self.backward_scale
+        if scale != 1.0 and self.slots:
+            torch._foreach_mul_([_main_grad(s) for s in self.slots], 1.0 / scale)
+        grads = [_main_grad(s) for s in self._counted]
+        return float(global_norm(grads, self._mesh, self._device))
+
+    @torch.no_grad()
+    def step(self, norm: float | None = None, *, skip: bool = False) -> StepResult:
         """Update the parameters from their `main_grad`.
 
         Args:
-            skip: Leave the parameters alone whatever the gradients are; the norm is still
-                reported. Every rank must pass the same value.
+            norm: What `measure` returned for these gradients; None to call it here.
+            skip: Leave the parameters alone whatever the gradients are. Every rank must pass the
+                same value.
         """
-        grads = [_main_grad(s) for s in self.slots]
-        if self.loss_scale.value != 1.0 and grads:
-            torch._foreach_mul_(grads, 1.0 / self.loss_scale.value)
-        counted_grads = [_main_grad(s) for s in self._counted]
-        # The norm is reduced over every rank that holds part of the model, and replicas hold equal
-        # gradients: a non-finite element anywhere makes it non-finite on every rank.
-        norm_tensor = global_norm(counted_grads, self._mesh, self._device)
-        norm = float(norm_tensor)
-        overflow = not bool(torch.isfinite(norm_tensor))
+        if norm is None:
+            norm = self.measure()
+        overflow = not math.isfinite(norm)
         self.loss_scale.update(overflow)
         if skip or (overflow and self._skip_non_finite):
             return StepResult(False, norm, None)
+        grads = [_main_grad(s) for s in self.slots]
         clip_by_norm_(grads, norm, self._clip_grad)
         zeros = None
         if self._count_zeros:
+            counted_grads = [_main_grad(s) for s in self._counted]
             zeros = int(count_zeros(counted_grads, self._mesh, self._device))
         self._update(grads)
         return StepResult(True, norm, zeros)
