@@ -161,22 +161,24 @@ class Mismatch:
         return "; ".join(parts)
 
 
-def compare(wanted: Mapping[str, Sharded], stored: Mapping[str, tuple[int, ...]]) -> Mismatch:
+def compare(
+    wanted: Mapping[str, tuple[tuple[int, ...], int | None]],
+    stored: Mapping[str, tuple[int, ...]],
+) -> Mismatch:
     """Compare keys and global shapes.
 
     Args:
-        wanted: What the run needs, of all its ranks.
-        stored: Key -> shape of the tensors of the same kind in the checkpoint. TE's pickled
-            ``_extra_state`` entries are no tensors of the model and are left out by the caller.
+        wanted: Key -> (shape, padded axis or None) of what the run needs, over all its ranks.
+        stored: Key -> shape of the tensors of the same kind in the checkpoint.
     """
     shapes = []
     for key in sorted(set(wanted) & set(stored)):
-        need, have = list(wanted[key].size()), list(stored[key])
-        axis = wanted[key].padded_dim
+        need, axis = list(wanted[key][0]), wanted[key][1]
+        have = list(stored[key])
         if axis is not None and len(need) == len(have):
             need[axis] = have[axis]
         if need != have:
-            shapes.append(f"{key} is {tuple(have)} there and {tuple(wanted[key].size())} here")
+            shapes.append(f"{key} is {tuple(have)} there and {tuple(wanted[key][0])} here")
     return Mismatch(
         tuple(sorted(set(wanted) - set(stored))),
         tuple(sorted(set(stored) - set(wanted))),

@@ -1,0 +1,175 @@
+"""What a checkpoint says about its model, compared with what this run says."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.config import RunConfig
+from megatron.config.schema import SPECS, flag_of
+from megatron.core.dist_checkpointing import plain, schema
+from megatron.core.dist_checkpointing.storage import Reader
+from megatron.core.errors import CheckpointError, complaint
+
+# Fields that decide which tensors exist, their shapes, or what their values mean.
+ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "rotary_base",
+    "rotary_percent",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "normalization",
+    "norm_epsilon",
+    "apply_layernorm_1p",
+    "qk_layernorm",
+    "swiglu",
+    "squared_relu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "vocab_size",
+)
+
+# These may be changed on purpose when weights are tuned further (longer context, say).
+_TUNABLE = {
+    "max_position_embeddings",
+    "rotary_base",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "norm_epsilon",
+}
+
+_MEGATRON_NAMES = {"norm_epsilon": "layernorm_epsilon"}
+
+
+def read_common(reader: Reader) -> dict[str, Any]:
+    """Return the entry that all ranks share, from our checkpoints and from Megatron-Core's.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    name = f"{reader.directory}: {schema.COMMON_KEY}"
+    if schema.COMMON_KEY in reader.blobs:
+        return plain.load(reader.read_blob(schema.COMMON_KEY), name)
+    older = reader.directory / "common.pt"  # Megatron-Core up to 0.18
+    if older.is_file():
+        return plain.load(older.read_bytes(), str(older))
+    raise CheckpointError(f"{name} is missing; it holds the iteration and the configuration.")
+
+
+def saved_settings(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings stored in the common entry, by this project's field names.
+
+    Fields that this project does not know, and values that are no plain values, are left out.
+    """
+    args = common.get("args")
+    values = vars(args) if isinstance(args, argparse.Namespace) else {}
+    known = {}
+    for name in SPECS:
+        value = values.get(name, values.get(_MEGATRON_NAMES.get(name, name)))
+        if isinstance(value, (bool, int, float, str, list, tuple)):
+            known[name] = list(value) if isinstance(value, tuple) else value
+    return known
+
+
+def differences(saved: Mapping[str, Any], cfg: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the architecture fields that differ: name -> (saved, own)."""
+    own = {name: getattr(cfg, name) for name in ARCHITECTURE}
+    return {
+        name: (saved[name], own[name])
+        for name in ARCHITECTURE
+        if name in saved
+        and own[name] is not None
+        and saved[name] != own[name]
+        and not _no_effect(name, own)
+    }
+
+
+def _no_effect(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether a field says nothing about the weights when the others have these values."""
+    positions = values.get("position_embedding_type")
+    if name in ("rotary_base", "rotary_percent", "use_rope_scaling"):
+        return bool(positions != "rope")
+    if name == "rope_scaling_factor":
+        return not (positions == "rope" and values.get("use_rope_scaling"))
+    if name == "max_position_embeddings":
+        return bool(positions != "learned_absolute")
+    if name == "add_qkv_bias":
+        return bool(values.get("add_bias_linear"))
+    # With plain attention num_query_groups equals the heads and says all there is to say.
+    return name == "group_query_attention"
+
+
+def check_same_model(saved: Mapping[str, Any], cfg: RunConfig) -> list[str]:
+    """Refuse a checkpoint of another model.
+
+    Returns:
+        Sentences about differences that ``--finetune`` permits.
+
+    Raises:
+        CheckpointError: Lists every difference.
+    """
+    found = differences(saved, cfg)
+    lines = {
+        name: f"{flag_of(name)} is {was} in the checkpoint and {now} in this run"
+        for name, (was, now) in found.items()
+    }
+    refused = [n for n in found if not (cfg.finetune and n in _TUNABLE)]
+    if refused:
+        raise CheckpointError(
+            complaint(
+                "--load",
+                cfg.load,
+                f"The checkpoint is of another model: {'; '.join(lines[n] for n in refused)}",
+                "Give the checkpoint's values, or take them over with --use-checkpoint-args",
+            )
+        )
+    return [f"NOTE: {lines[n]}; allowed with --finetune" for n in found]
+
+
+def adopt(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
+    """Take the model's shape from a checkpoint (``--use-checkpoint-args``).
+
+    Flags that were given explicitly count: an equal value is fine, another value of an
+    architecture field is refused, and no other field is taken from the checkpoint at all.
+
+    Args:
+        cfg: This run's configuration.
+        saved: What ``saved_settings`` returned.
+
+    Raises:
+        CheckpointError: An explicit flag contradicts the checkpoint.
+        ConfigError: The result cannot work.
+    """
+    given = cfg.given
+    shape = [n for n in ARCHITECTURE if n in saved and not _no_effect(n, saved)]
+    if saved.get("group_query_attention"):
+        shape.append("group_query_attention")
+    else:
+        shape = [n for n in shape if n != "num_query_groups"]  # derived from the heads
+    contradictions = [
+        f"{flag_of(n)} is {saved[n]} in the checkpoint and {given[n]} on the command line"
+        for n in shape
+        if given.get(n) is not None
+        and given[n] != saved[n]
+        and not (cfg.finetune and n in _TUNABLE)
+    ]
+    if contradictions:
+        raise CheckpointError(
+            complaint(
+                "--use-checkpoint-args",
+                cfg.load,
+                "; ".join(contradictions),
+                "Leave these flags out, or load another checkpoint",
+            )
+        )
+    return cfg.replace(**{n: saved[n] for n in shape if given.get(n) is None})

@@ -1,0 +1,478 @@
+"""Saving and resuming a run.
+
+What is stored: the model and the optimizer as global tensors, the counters, schedule and settings
+as plain values, FP8 scales by layer, and each process's random state. Nothing in it depends on how
+many processes wrote it, except the random state, which is used only by an equal arrangement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from megatron.config import RunConfig
+from megatron.core.dist_checkpointing import directory as place
+from megatron.core.dist_checkpointing import io, plain, schema
+from megatron.core.dist_checkpointing.peers import Peers
+from megatron.core.dist_checkpointing.shard import Sharded, whole
+from megatron.core.dist_checkpointing.storage import Reader
+from megatron.core.errors import CheckpointError, complaint
+from megatron.core.mesh import ParallelState
+from megatron.training import checkpoint_config, random_state
+from megatron.training.progress import Progress
+
+Say = Callable[[str], None]
+CHECKPOINT_VERSION = 3.0
+
+
+class Optimizer(Protocol):
+    """What a checkpoint needs of an optimizer."""
+
+    def named_state(self) -> Any:
+        """Yield (parameter name, kind -> live local tensor)."""
+
+    def scalars(self) -> dict[str, Any]:
+        """Return step counts and loss scale as plain values."""
+
+    def load_scalars(self, values: Mapping[str, Any]) -> None:
+        """Take over what ``scalars`` returned."""
+
+    def write_model_params(self) -> None:
+        """Round the masters into the model's parameters."""
+
+    def reload_model_params(self) -> None:
+        """Take the masters from the model's parameters."""
+
+
+class Scheduler(Protocol):
+    """What a checkpoint needs of a scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them over."""
+
+
+class Stateful(Protocol):
+    """What a checkpoint needs of the FP8 state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a tree of tensors and plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Take it over; the returned sentences are shown to the user."""
+
+
+def print_line(text: str) -> None:
+    """Write a line to standard output."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _timestamp() -> str:
+    return datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+
+
+# ------------------------------------------------------------------------------------------- save
+
+
+def save_checkpoint(
+    cfg: RunConfig,
+    mesh: ParallelState,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scheduler: Scheduler | None,
+    fp8: Stateful | None,
+    progress: Progress,
+    say: Say = print_line,
+) -> Path:
+    """Write a checkpoint of the run's present state below ``--save``.
+
+    Every rank calls this; it returns when the checkpoint is complete on disk.
+
+    Args:
+        cfg: The configuration; ``save``, ``no_save_optim`` and ``no_save_rng`` count here.
+        mesh: The process mesh.
+        model: The model, bare or wrapped for data parallelism.
+        optimizer: None to leave it out.
+        scheduler: None to leave it out.
+        fp8: FP8 state, None without.
+        progress: The counters.
+        say: Receives the lines to show, on the first rank only.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CheckpointError: On every rank, when any rank could not write. Earlier checkpoints are
+            intact.
+    """
+    if cfg.save is None:
+        raise CheckpointError(
+            complaint("--save", None, "There is no place to write to", "Name a directory")
+        )
+    peers = Peers(mesh.world)
+    iteration = progress.iteration
+    if peers.leads:
+        say(
+            f"[{_timestamp()}] saving checkpoint at iteration {iteration:7d} to {cfg.save} "
+            f"in {cfg.ckpt_format} format"
+        )
+    bare = _bare(model)
+    tensors = schema.model_state(bare, mesh.tp, cfg.num_layers)
+    if optimizer is not None and not cfg.no_save_optim:
+        named = optimizer.named_state()
+        tensors.update(schema.optimizer_state(named, bare, mesh.tp, cfg.num_layers))
+    tree, fp8_tensors = _split_tree(fp8.state_dict() if fp8 else {}, _fp8_prefix(cfg, mesh))
+    tensors.update({k: whole(t) for k, t in fp8_tensors.items()})
+    if mesh.pp.size > 1:  # each stage knows its own layers only
+        tree = _merge_trees(peers.gather(tree))
+    blobs: dict[str, bytes] = {}
+    if peers.leads:
+        common = _common(cfg, mesh, None if cfg.no_save_optim else optimizer, scheduler, progress)
+        blobs[schema.COMMON_KEY] = plain.dump({**common, "fp8": tree})
+    if not cfg.no_save_rng:
+        blobs[_rng_key(mesh)] = plain.dump(random_state.capture())
+    saved = io.save(Path(cfg.save), iteration, tensors, blobs, peers)
+    if peers.leads:
+        rate = saved.size_bytes / max(saved.seconds, 1e-9) / 1e6
+        say(
+            f"  [{_timestamp()}] successfully saved checkpoint from iteration {iteration:7d} to "
+            f"{cfg.save} [ t {mesh.tp.rank + 1}/{mesh.tp.size}, "
+            f"p {mesh.pp.rank + 1}/{mesh.pp.size} ] "
+            f"({saved.size_bytes / 1e6:.1f} MB in {saved.seconds:.2f} s, {rate:.0f} MB/s)"
+        )
+    return saved.directory
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+def _arrangement(mesh: ParallelState) -> dict[str, int]:
+    axes = {"tp": mesh.tp, "cp": mesh.cp, "dp": mesh.dp, "pp": mesh.pp, "world": mesh.world}
+    return {name: axis.size for name, axis in axes.items()}
+
+
+def _common(
+    cfg: RunConfig,
+    mesh: ParallelState,
+    optimizer: Optimizer | None,
+    scheduler: Scheduler | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The entry that all ranks share; the outer names are Megatron-Core's."""
+    counters = progress.to_dict()
+    args = argparse.Namespace(**{**cfg.to_dict(), **counters})
+    return {
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": progress.iteration,
+        "args": args,
+        "given": cfg.given_dict(),
+        "num_floating_point_operations_so_far": progress.floating_point_operations_so_far,
+        "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
+        "progress": counters,
+        "arrangement": _arrangement(mesh),
+        "opt_param_scheduler": scheduler.state_dict() if scheduler else None,
+        "optimizer_scalars": optimizer.scalars() if optimizer else None,
+    }
+
+
+def _rng_key(mesh: ParallelState) -> str:
+    return schema.RNG_KEY.format(rank=mesh.world.rank, size=mesh.world.size)
+
+
+def _fp8_prefix(cfg: RunConfig, mesh: ParallelState) -> str:
+    """Where this rank's FP8 tensors are stored.
+
+    Replicas that agree on their maxima share one entry. With a narrower ``--fp8-amax-reduction``
+    each replica has scales of its own, and its own entry.
+    """
+    axis = {"tp": mesh.dp_cp, "tp-cp": mesh.dp}.get(cfg.fp8_amax_reduction)
+    replica = axis.rank if axis is not None else 0
+    return schema.FP8_PREFIX + (f"replica{replica}." if replica else "")
+
+
+_TENSOR = "tensor:"
+
+
+def _split_tree(tree: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Separate the tensors of a tree from its plain values.
+
+    Returns:
+        (the tree with ``"tensor:NAME"`` in place of tensors, prefix + NAME -> tensor).
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def walk(node: Any, path: str) -> Any:
+        if isinstance(node, Tensor):
+            tensors[prefix + path] = node
+            return _TENSOR + path
+        if isinstance(node, Mapping):
+            return {k: walk(v, f"{path}.{k}" if path else str(k)) for k, v in node.items()}
+        return node
+
+    return walk(tree, ""), tensors
+
+
+def _merge_trees(trees: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for tree in trees:
+        for key, value in tree.items():
+            if isinstance(value, dict) and isinstance(merged.get(key), dict):
+                merged[key] = _merge_trees([merged[key], value])
+            else:
+                merged.setdefault(key, value)
+    return merged
+
+
+# ------------------------------------------------------------------------------------------- load
+
+
+@dataclass
+class _Loading:
+    """One load in progress, the same decisions on every rank."""
+
+    cfg: RunConfig
+    mesh: ParallelState
+    peers: Peers
+    reader: Reader
+    common: dict[str, Any]
+    weights_only: bool
+    say: Say
+
+    def note(self, text: str) -> None:
+        if self.peers.leads:
+            self.say(text)
+
+
+def load_checkpoint(
+    cfg: RunConfig,
+    mesh: ParallelState,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scheduler: Scheduler | None,
+    fp8: Stateful | None,
+    progress: Progress,
+    say: Say = print_line,
+) -> bool:
+    """Continue from the checkpoint that ``--load`` means.
+
+    Everything is written in place. The arrangement of processes may differ from the one that saved.
+
+    Args:
+        cfg: The configuration; every loading flag counts here.
+        mesh: The process mesh.
+        model: The model, bare or wrapped for data parallelism.
+        optimizer: None to leave it alone.
+        scheduler: None to leave it alone.
+        fp8: FP8 state, None without.
+        progress: Receives the counters.
+        say: Receives the lines to show, on the first rank only.
+
+    Returns:
+        Whether there was a checkpoint.
+
+    Raises:
+        CheckpointError: On every rank, naming what is damaged, missing or different.
+    """
+    if cfg.load is None:
+        return False
+    peers = Peers(mesh.world)
+    found = _find(cfg, peers, say)
+    if found is None:
+        return False
+    reader = io.open_checkpoint(found.directory, peers)
+    common = peers.attempt(lambda: checkpoint_config.read_common(reader))
+    weights_only = cfg.finetune or found.iteration == place.RELEASE
+    loading = _Loading(cfg, mesh, peers, reader, common, weights_only, say)
+    saved = checkpoint_config.saved_settings(common)
+    for note in peers.attempt(lambda: checkpoint_config.check_same_model(saved, cfg)):
+        loading.note(note)
+    _load_weights(loading, _bare(model), optimizer)
+    if not weights_only:
+        progress.update(common.get("progress") or _megatron_progress(common))
+    peers.attempt(lambda: _load_schedule(loading, optimizer, scheduler))
+    peers.attempt(lambda: _load_fp8(loading, fp8))
+    peers.attempt(lambda: _load_random_state(loading))
+    loading.note(
+        f"  successfully loaded checkpoint from {cfg.load} "
+        f"[ t {mesh.tp.rank + 1}/{mesh.tp.size}, p {mesh.pp.rank + 1}/{mesh.pp.size} ] "
+        f"at iteration {progress.iteration}"
+    )
+    return True
+
+
+def with_checkpoint_args(cfg: RunConfig) -> RunConfig:
+    """Return the configuration with the model's shape taken from the checkpoint.
+
+    For ``--use-checkpoint-args``, before the model is built. Each rank reads the common entry for
+    itself. Without the flag, or without a checkpoint, ``cfg`` is returned.
+
+    Raises:
+        CheckpointError: The checkpoint is unusable or contradicts an explicit flag.
+        ConfigError: The result cannot work.
+    """
+    if not cfg.use_checkpoint_args or cfg.load is None:
+        return cfg
+    found = place.find(Path(cfg.load), cfg.ckpt_step)
+    if found is None:
+        return cfg
+    common = checkpoint_config.read_common(Reader(found.directory))
+    return checkpoint_config.adopt(cfg, checkpoint_config.saved_settings(common))
+
+
+def _find(cfg: RunConfig, peers: Peers, say: Say) -> place.Found | None:
+    root = Path(cfg.load)
+    found = peers.decide(lambda: place.find(root, cfg.ckpt_step))
+    if found is None:
+        lines = [
+            f"WARNING: could not find the metadata file {root / place.TRACKER_FILE}",
+            "    will not load any checkpoints and will start from random",
+        ]
+        others = peers.decide(lambda: place.committed(root))
+        if others:
+            lines.append(
+                f"    ({root} holds complete checkpoints up to iteration {others[-1][0]}; "
+                f"to continue from it pass --ckpt-step {others[-1][0]})"
+            )
+        if cfg.exit_on_missing_checkpoint:
+            raise CheckpointError(
+                complaint(
+                    "--exit-on-missing-checkpoint",
+                    f"--load {root}",
+                    f"There is no checkpoint: could not find the metadata file "
+                    f"{root / place.TRACKER_FILE}",
+                    "Correct --load, or leave the flag out to start from random weights",
+                )
+            )
+    else:
+        lines = [
+            *found.notes,
+            f" loading distributed checkpoint from {found.directory} at iteration "
+            f"{found.iteration}",
+        ]
+    if peers.leads:
+        for line in lines:
+            say(line)
+    return found
+
+
+def _megatron_progress(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Counters of a checkpoint that Megatron-Core wrote."""
+    args = vars(common["args"]) if isinstance(common.get("args"), argparse.Namespace) else {}
+    names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+    return {
+        "iteration": common.get("iteration", 0),
+        "floating_point_operations_so_far": common.get("num_floating_point_operations_so_far", 0),
+        **{n: args[n] for n in names if isinstance(args.get(n), int)},
+    }
+
+
+def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | None) -> None:
+    cfg, mesh, reader = loading.cfg, loading.mesh, loading.reader
+    wanted = schema.model_state(model, mesh.tp, cfg.num_layers)
+    _check_tensors(loading, wanted, _stored(reader, schema.is_model_key), "the model", "")
+    num_bytes = loading.peers.attempt(lambda: reader.load(wanted))
+    counts = f"{len(wanted)} model tensors"
+    if optimizer is not None:
+        if loading.weights_only or cfg.no_load_optim:
+            optimizer.reload_model_params()
+        else:
+            named = optimizer.named_state()
+            state = schema.optimizer_state(named, model, mesh.tp, cfg.num_layers)
+            stored = _stored(reader, lambda k: k.startswith(schema.OPTIMIZER_PREFIX))
+            hint = "pass --no-load-optim or --finetune to load the weights alone"
+            _check_tensors(loading, state, stored, "the optimizer", hint)
+            num_bytes += loading.peers.attempt(lambda: reader.load(state))
+            optimizer.write_model_params()
+            counts += f", {len(state)} optimizer tensors"
+    loading.note(f"  loaded {counts}, {num_bytes / 1e6:.1f} MB on this rank, 0 missing")
+
+
+def _stored(reader: Reader, belongs: Callable[[str], bool]) -> dict[str, tuple[int, ...]]:
+    return {key: entry.shape for key, entry in reader.tensors.items() if belongs(key)}
+
+
+def _check_tensors(
+    loading: _Loading,
+    wanted: Mapping[str, Sharded],
+    stored: Mapping[str, tuple[int, ...]],
+    what: str,
+    hint: str,
+) -> None:
+    """Refuse missing, unexpected and differently shaped tensors, over all ranks together."""
+    everyone: dict[str, tuple[tuple[int, ...], int | None]] = {}
+    for part in loading.peers.gather(
+        {k: (tuple(w.size()), w.padded_dim) for k, w in wanted.items()}
+    ):
+        everyone.update(part)
+    found = schema.compare(everyone, stored)
+    if found:
+        raise CheckpointError(
+            complaint(
+                "--load",
+                loading.reader.directory,
+                f"Its tensors do not fit {what}: {found.describe()}",
+                hint or "Load a checkpoint of this model",
+            )
+        )
+
+
+def _load_schedule(
+    loading: _Loading, optimizer: Optimizer | None, scheduler: Scheduler | None
+) -> None:
+    if loading.weights_only or loading.cfg.no_load_optim:
+        return
+    scalars = loading.common.get("optimizer_scalars")
+    if optimizer is not None and scalars is not None:
+        optimizer.load_scalars(scalars)
+    schedule = loading.common.get("opt_param_scheduler")
+    if scheduler is not None and schedule is not None:
+        scheduler.load_state_dict(schedule)
+
+
+def _load_fp8(loading: _Loading, fp8: Stateful | None) -> None:
+    if fp8 is None or loading.weights_only:
+        return
+    tree = loading.common.get("fp8") or {}
+    own = _fp8_prefix(loading.cfg, loading.mesh)
+
+    def fill(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: fill(value) for key, value in node.items()}
+        if isinstance(node, str) and node.startswith(_TENSOR):
+            name = node.removeprefix(_TENSOR)
+            key = own + name if own + name in loading.reader.tensors else schema.FP8_PREFIX + name
+            return loading.reader.read(key)
+        return node
+
+    for sentence in fp8.load_state_dict(fill(tree)) or ():
+        loading.note(sentence)
+
+
+def _load_random_state(loading: _Loading) -> None:
+    if loading.weights_only or loading.cfg.no_load_rng:
+        return
+    key = _rng_key(loading.mesh)
+    same = loading.common.get("arrangement") == _arrangement(loading.mesh)
+    if same and key in loading.reader.blobs:
+        data = loading.reader.read_blob(key)
+        random_state.restore(plain.load(data, f"{loading.reader.directory}: {key}"))
+    else:
+        loading.note(
+            "  NOTE: the random state was not restored: the checkpoint has none for this "
+            "arrangement of processes. Dropout and data order do not depend on it."
+        )
