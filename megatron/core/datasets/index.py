@@ -16,6 +16,7 @@ order by both. Everything is vectorised; ten million documents take seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,8 @@ SEPARATE_BELOW = 0.80
 _INT32 = np.iinfo(np.int32).max
 _UINT32 = np.iinfo(np.uint32).max
 
-IntArray = npt.NDArray[np.signedinteger] | npt.NDArray[np.unsignedinteger]
+# Signed or unsigned, 32 or 64 bits: the smallest that fits.
+IntArray = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,7 @@ class EpochPlan:
         return cls(epochs, samples, before, separate)
 
 
-def document_index(
-    documents: IntArray, plan: EpochPlan, rng: np.random.RandomState
-) -> npt.NDArray[np.signedinteger]:
+def document_index(documents: IntArray, plan: EpochPlan, rng: np.random.RandomState) -> IntArray:
     """Return the documents of all epochs in shuffled order.
 
     Args:
@@ -81,20 +81,19 @@ def document_index(
     largest = int(documents.max()) if documents.size else 0
     dtype = np.int32 if largest <= _INT32 else np.int64
     parts = (plan.epochs - 1, 1) if plan.separate_last else (plan.epochs,)
-    shuffled: list[npt.NDArray[np.signedinteger]] = []
+    shuffled: list[IntArray] = []
     for epochs in parts:
-        part: npt.NDArray[np.signedinteger] = np.tile(documents.astype(dtype), epochs)
+        part: IntArray = np.tile(documents.astype(dtype), epochs)
         rng.shuffle(part)
         shuffled.append(part)
-    order: npt.NDArray[np.signedinteger] = np.concatenate(shuffled, dtype=dtype)
-    return order
+    return np.concatenate(shuffled)
 
 
 def sample_index(
     lengths: npt.NDArray[np.int32],
-    order: npt.NDArray[np.signedinteger],
+    order: IntArray,
     sequence_length: int,
-) -> npt.NDArray[np.signedinteger]:
+) -> IntArray:
     """Return where every window starts.
 
     Args:
@@ -120,7 +119,7 @@ def sample_index(
     return out
 
 
-def shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> npt.NDArray[np.integer]:
+def shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> IntArray:
     """Return the order in which windows are visited, [samples].
 
     Args:
@@ -141,9 +140,9 @@ def shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> npt.NDArray[np
 class SampleOrder:
     """The three arrays of one split of one corpus."""
 
-    document_index: npt.NDArray[np.signedinteger]
-    sample_index: npt.NDArray[np.signedinteger]
-    shuffle_index: npt.NDArray[np.integer]
+    document_index: IntArray
+    sample_index: IntArray
+    shuffle_index: IntArray
 
     @classmethod
     def build(
