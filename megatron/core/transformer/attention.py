@@ -113,7 +113,7 @@ class SelfAttention(nn.Module):
             )
         else:
             context = self.core_attention(query, key, value)
-        out, _ = self.linear_proj(context)
+        out: Tensor = self.linear_proj(context)[0]
         return out
 
     def _project(self, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:

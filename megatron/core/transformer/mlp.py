@@ -66,7 +66,7 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """`[s or s/tp, b, h]` to the same shape, without the residual."""
         wide, _ = self.linear_fc1(hidden)
-        narrow, _ = self.linear_fc2(self.activation(wide))
+        narrow: Tensor = self.linear_fc2(self.activation(wide))[0]
         return narrow
 
 

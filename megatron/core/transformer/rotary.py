@@ -79,14 +79,23 @@ class RotaryEmbedding(nn.Module):
         Args:
             position_ids: `[b, s]`; a batch whose rows agree gets `b = 1`.
         """
-        if torch.equal(position_ids, position_ids[:1].expand_as(position_ids)):
-            position_ids = position_ids[:1]
-        angles = position_ids.t().to(torch.float32)[..., None] * self.frequencies
+        positions = shared_row(position_ids).t().to(torch.float32)
+        angles = positions[..., None] * self.frequencies
         return Rotation(angles.cos(), angles.sin())
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         return f"dim={self.dim}"
+
+
+def shared_row(position_ids: Tensor) -> Tensor:
+    """`[b, s]` as `[1, s]` where all rows agree, which is the usual case."""
+    first = position_ids[:1]
+    if position_ids.shape[0] == 1 or position_ids.stride(0) == 0:
+        return first
+    if position_ids.device.type != "cpu":
+        return position_ids  # looking at the values would stall an accelerator
+    return first if torch.equal(position_ids, first.expand_as(position_ids)) else position_ids
 
 
 def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:

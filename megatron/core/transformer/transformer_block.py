@@ -70,7 +70,8 @@ class TransformerBlock(nn.Module):
                 hidden = checkpoint(run, hidden, rng=self._rng, fp8=self._fp8)
             else:
                 hidden = run(hidden)
-        return self.final_layernorm(hidden)
+        normed: Tensor = self.final_layernorm(hidden)
+        return normed
 
     def _run(
         self,

@@ -1,0 +1,196 @@
+"""Causal attention against an fp64 oracle: values, gradients, dropout, cached keys."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer import core_attention
+from megatron.core.transformer.core_attention import NativeCoreAttention, causal_attention
+
+# (queries, keys, batch, heads, groups, head size): one chunk, several, cached keys, one query,
+# grouped and multi-query heads, more batch x groups than are worked on at once.
+SHAPES = [
+    (5, 5, 2, 2, 2, 4),
+    (150, 150, 2, 4, 2, 8),
+    (7, 20, 3, 6, 1, 4),
+    (1, 9, 1, 4, 4, 8),
+    (130, 130, 2, 12, 12, 8),
+    (33, 33, 9, 2, 1, 16),
+]
+
+
+def tensors(shape, dtype=torch.float64, seed=0):
+    s, t, b, n, g, d = shape
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(s, b, n, d), (t, b, g, d), (t, b, g, d)]
+    return [
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for size in sizes
+    ]
+
+
+def oracle(query, key, value, scale, keep=None):
+    """Plain softmax attention in fp64 with repeated key and value heads."""
+    q, k, v = (x.double() for x in (query, key, value))
+    s, b, n, d = q.shape
+    t, g = k.shape[0], k.shape[2]
+    k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k) * scale
+    hidden = torch.arange(t)[None, :] > torch.arange(t - s, t)[:, None]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    if keep is not None:
+        weights = weights * keep
+    return torch.einsum("bnst,tbnd->sbnd", weights, v).reshape(s, b, n * d)
+
+
+def gradients(out, inputs, seed=1):
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=out.dtype)
+    return torch.autograd.grad(out, inputs, weight)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp64_values_and_gradients_equal_the_oracle(shape):
+    inputs = tensors(shape)
+    found = causal_attention(*inputs, scale=0.3)
+    expected = oracle(*inputs, 0.3)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def relative_error(found, expected):
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+def test_bf16_error_is_that_of_rounding_the_results():
+    """Scores up to 40 in size: rounding them to bf16 would cost whole percents of probability."""
+    inputs = tensors((192, 192, 1, 2, 2, 64), torch.bfloat16)
+    with torch.no_grad():
+        inputs[0].mul_(8)
+    found = causal_attention(*inputs, scale=0.125)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    expected = oracle(*wide, 0.125)
+    assert relative_error(found, expected) < 2.0e-3  # bf16 keeps 8 bits: 2^-9 / sqrt(3) = 1.1e-3
+    d_out = torch.randn(found.shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    ours = torch.autograd.grad(found, inputs, d_out)
+    theirs = torch.autograd.grad(expected, wide, d_out.double())
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert relative_error(one, other) < 2.0e-3
+
+
+def test_it_is_no_less_accurate_than_torch_attention():
+    inputs = tensors((160, 160, 1, 4, 4, 64), torch.bfloat16)
+    expected = oracle(*inputs, 0.125)
+    library = F.scaled_dot_product_attention(
+        *(x.permute(1, 2, 0, 3) for x in inputs), is_causal=True, scale=0.125
+    )
+    library = library.permute(2, 0, 1, 3).reshape(expected.shape)
+    ours = causal_attention(*inputs, scale=0.125)
+    assert relative_error(ours, expected) <= relative_error(library, expected) * 1.01
+
+
+def test_inputs_may_be_views_and_grads_come_back_in_their_shape():
+    mixed = torch.randn(20, 2, 3, 4, 8, dtype=torch.float64, requires_grad=True)
+    query, key, value = (mixed[:, :, i] for i in range(3))
+    found = causal_attention(query, key, value, scale=0.5)
+    expected = oracle(query, key, value, 0.5)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found, mixed), gradients(expected, mixed))
+
+
+def test_future_tokens_have_no_influence():
+    query, key, value = tensors((50, 50, 1, 2, 2, 8))
+    before = causal_attention(query, key, value, scale=0.4)[:30]
+    with torch.no_grad():
+        key[30:], value[30:], query[30:] = 7.0, -3.0, 2.0
+    assert torch.equal(before, causal_attention(query, key, value, scale=0.4)[:30])
+
+
+def test_huge_scores_stay_finite():
+    query, key, value = tensors((20, 20, 1, 1, 1, 8), torch.float32)
+    out = causal_attention(query * 1e4, key * 1e4, value, scale=1.0)
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in gradients(out, (query, key, value)))
+
+
+def captured_masks(monkeypatch, shape, dropout, seed):
+    """The factors that a call draws, put together to `[b, n, s, t]`."""
+    query, key, value = tensors(shape)
+    s, t, b, n, g, _ = shape
+    full = torch.zeros(b, g, s, n // g, t, dtype=torch.float64)
+    plans = []
+
+    class Spy(core_attention._Plan):
+        def __init__(self, *args):
+            super().__init__(*args)
+            plans.append(self)
+            self.where = ((p, *c) for p in self.parts() for c in self.chunks())
+
+        def probabilities(self, q, k, rows, seen):
+            weights, keep = super().probabilities(q, k, rows, seen)
+            part, rows, seen = next(self.where)
+            window = full[part][:, :, rows.start // self.r : rows.stop // self.r, :, :seen]
+            window.copy_(keep.view(window.shape))
+            return weights, keep
+
+    monkeypatch.setattr(core_attention, "_Plan", Spy)
+    out = causal_attention(query, key, value, scale=0.3, dropout=dropout, seed=seed)
+    keep = full.transpose(2, 3).reshape(b, n, s, t)
+    return (query, key, value), out, keep.clone(), plans
+
+
+@pytest.mark.parametrize("shape", [(70, 70, 2, 4, 2, 8), (70, 70, 3, 10, 10, 4)])
+def test_dropout_drops_weights_and_backward_draws_the_same_masks(monkeypatch, shape):
+    inputs, out, keep, plans = captured_masks(monkeypatch, shape, 0.25, seed=11)
+    expected = oracle(*inputs, 0.3, keep)
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(plans) == 2  # forward and backward
+    seen = keep[:, :, torch.ones(70, 70, dtype=torch.bool).tril()]
+    assert set(seen.unique().tolist()) == {0.0, 1 / 0.75}
+    assert (seen == 0).double().mean().item() == pytest.approx(0.25, abs=0.02)
+
+
+def module(dropout=0.0, tp_rank=0, seed=5):
+    axis = SimpleNamespace(rank=0)
+    mesh = SimpleNamespace(tp=SimpleNamespace(rank=tp_rank), dp=axis, cp=axis)
+    config = SimpleNamespace(kv_channels=16, attention_dropout=dropout)
+    rng = RngStreams(seed, mesh)
+    build = SimpleNamespace(config=config, rng=rng, path="layers.0.core_attention")
+    return NativeCoreAttention(build=build, layer_number=1), rng
+
+
+def test_module_scales_by_the_head_size():
+    inputs = tensors((9, 9, 2, 4, 2, 16))
+    attention, _ = module()
+    torch.testing.assert_close(attention(*inputs), oracle(*inputs, 0.25))
+
+
+def test_module_dropout_depends_on_position_and_rank_and_stops_in_eval():
+    inputs = tensors((16, 16, 1, 2, 2, 16), torch.float32)
+    attention, rng = module(0.5)
+    first = attention(*inputs)
+    assert torch.equal(first, attention(*inputs))
+    rng.position = (0, 1)
+    assert not torch.equal(first, attention(*inputs))
+    rng.position = (0, 0)
+    assert torch.equal(first, attention(*inputs))
+    assert not torch.equal(first, module(0.5, tp_rank=1)[0](*inputs))
+    attention.eval()
+    assert torch.equal(attention(*inputs), module(0.0)[0](*inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cuda_library_path_equals_the_oracle(shape):
+    inputs = [x.detach().cuda().to(torch.bfloat16).requires_grad_() for x in tensors(shape)]
+    found = causal_attention(*inputs, scale=0.3)
+    expected = oracle(*(x.detach().cpu() for x in inputs), 0.3)
+    assert relative_error(found.cpu(), expected) < 5e-3

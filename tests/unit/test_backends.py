@@ -1,0 +1,92 @@
+"""Backend choice and what the machine is said to have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron.core import capability
+from megatron.core.backends.contract import Backend
+from megatron.core.backends.native import NativeBackend
+from megatron.core.backends.registry import backends, resolve
+from megatron.core.errors import BackendUnavailable
+
+
+@dataclass
+class Fake:
+    name: str
+    able: bool = True
+    reason: str = "because"
+
+    def availability(self):
+        return self.able, self.reason
+
+
+def test_auto_takes_the_first_that_can_run_and_says_why_not_the_others():
+    chosen, reason = resolve("auto", "cuda", [Fake("a", False, "no a here"), Fake("b"), Fake("c")])
+    assert chosen.name == "b"
+    assert "because" in reason
+    assert "a: no a here" in reason
+
+
+def test_a_name_is_taken_literally():
+    chosen, reason = resolve("c", "cpu", [Fake("b"), Fake("c")])
+    assert chosen.name == "c"
+    assert "by name" in reason
+
+
+@pytest.mark.parametrize("name", ["transformer_engine", "nonsense"])
+def test_an_explicit_name_that_cannot_run_lists_every_backend_with_its_reason(name):
+    candidates = [Fake("transformer_engine", False, "not installed"), Fake("native", True, "torch")]
+    with pytest.raises(BackendUnavailable) as raised:
+        resolve(name, "cpu", candidates)
+    text = str(raised.value)
+    for part in ("--transformer-impl", name, "not installed", "native: can run", "auto"):
+        assert part in text
+
+
+def test_transformer_engine_is_not_chosen_for_a_cpu_run_on_a_cuda_machine():
+    chosen, reason = resolve("auto", "cpu", [Fake("transformer_engine"), Fake("native")])
+    assert chosen.name == "native"
+    assert "CUDA devices only" in reason
+
+
+def test_nothing_can_run():
+    with pytest.raises(BackendUnavailable, match="auto"):
+        resolve("auto", "cpu", [Fake("a", False)])
+
+
+def test_local_means_native():
+    assert resolve("local", "cpu")[0].name == "native"
+
+
+def test_the_real_backends_keep_the_contract():
+    assert [b.name for b in backends()] == ["transformer_engine", "native"]
+    assert isinstance(NativeBackend(), Backend)
+    assert NativeBackend().availability()[0]
+
+
+def test_on_this_cpu_auto_is_native():
+    backend, reason = resolve("auto", torch.device("cpu"))
+    assert backend.name == "native"
+    assert "transformer_engine" in reason
+
+
+def test_facts_have_reasons_and_import_nothing():
+    facts = {fact.name: fact for fact in capability.facts()}
+    assert all(fact.reason for fact in facts.values())
+    assert facts["torch"].reason.startswith(torch.__version__)
+    assert not facts["apex"].present
+    assert "not installed" in facts["apex"].reason
+
+
+def test_gemm_dtype_widens_only_what_the_cpu_cannot_multiply():
+    cpu = torch.device("cpu")
+    assert capability.gemm_dtype(torch.float32, cpu) == torch.float32
+    assert capability.gemm_dtype(torch.float64, cpu) == torch.float64
+    assert capability.gemm_dtype(torch.float16, cpu) == torch.float32
+    assert capability.gemm_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    expected = torch.bfloat16 if capability.cpu_bf16_gemm().present else torch.float32
+    assert capability.gemm_dtype(torch.bfloat16, cpu) == expected
