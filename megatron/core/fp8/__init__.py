@@ -1,0 +1,33 @@
+"""FP8: formats, recipes, quantizers, products, scaling state and the linear layer built of them."""
+
+from __future__ import annotations
+
+from megatron.core.fp8.amax import AmaxBook
+from megatron.core.fp8.formats import E4M3, E5M2, Format, Fp8Format
+from megatron.core.fp8.gemm import gemm_nt
+from megatron.core.fp8.linear import linear
+from megatron.core.fp8.policy import Fp8Policy
+from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
+from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Role
+from megatron.core.fp8.state import Fp8State, recipe_from_config
+from megatron.core.fp8.tensor import QuantizedTensor
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "AmaxBook",
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "Fp8Format",
+    "Fp8Policy",
+    "Fp8State",
+    "LinearPrecision",
+    "PrecisionRow",
+    "QuantizedTensor",
+    "Recipe",
+    "Role",
+    "gemm_nt",
+    "linear",
+    "recipe_from_config",
+]

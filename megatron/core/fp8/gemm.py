@@ -1,0 +1,175 @@
+"""`gemm_nt`: the one matrix product, `y[M, N] = a[M, K] @ b[N, K]^T`, in every precision.
+
+FP8 operands run on hardware through `torch._scaled_mm`, or are emulated. The emulation multiplies
+grid values (exact in bf16, their products exact in fp32), accumulates in fp32 and then applies both
+inverse scales:
+
+* `exact`: an fp32 product, scaled in fp32, rounded once to the output type.
+* `fast`: a bf16 product where the CPU has bf16 instructions and the output is bf16. A library that
+  rounds before it scales may differ from `exact` by one unit in the last place of bf16.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.capability import gemm_dtype
+from megatron.core.fp8.formats import Fp8Format
+from megatron.core.fp8.tensor import QuantizedTensor
+
+EMULATIONS = ("fast", "exact")
+_ALIGNMENT = 16  # torch._scaled_mm needs K and N in these multiples
+_SAFE_ALPHA = (1e-37, 1e37)
+
+_MIXED = "gemm_nt: got one quantized and one plain operand. Quantize both or none."
+
+Operand = torch.Tensor | QuantizedTensor
+
+
+def gemm_nt(
+    a: Operand,
+    b: Operand,
+    *,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    emulation: str = "fast",
+    fast_accum: bool = False,
+) -> torch.Tensor:
+    """`a @ b.T (+ bias)`.
+
+    Args:
+        a: `[M, K]`.
+        b: `[N, K]`; both quantized or both plain.
+        out_dtype: Type of the result.
+        bias: `[N]`, added before the result is rounded.
+        emulation: `fast` or `exact`, for quantized operands without FP8 hardware.
+        fast_accum: Hardware only: accumulate with less than full fp32 precision.
+
+    Returns:
+        `[M, N]`.
+    """
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if not a.is_held and not b.is_held:
+            return _hardware(a, b, out_dtype, bias, fast_accum)
+        return _emulated(a, b, out_dtype, bias, emulation)
+    if isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
+        raise TypeError(_MIXED)
+    return _plain(a, b, out_dtype, bias)
+
+
+def gemm_nt_accumulate(
+    a: Operand, b: Operand, out: torch.Tensor, *, emulation: str = "fast"
+) -> None:
+    """`out += a @ b.T`, for weight gradients in fp32 `out` `[M, N]`.
+
+    No rounding between the fp32 accumulator and `out`, unless the product itself runs in bf16.
+    """
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if a.is_held and b.is_held and out.dtype == torch.float32:
+            compute = torch.float32 if emulation == "exact" else _compute_dtype(a.data)
+            alpha = _alpha(a, b)
+            if compute == torch.float32 and alpha is not None:
+                out.addmm_(a.data.float(), b.data.float().t(), alpha=alpha)
+                return
+        dtype = torch.bfloat16 if a.is_held else out.dtype
+        out.add_(gemm_nt(a, b, out_dtype=dtype, emulation=emulation))
+        return
+    if isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
+        raise TypeError(_MIXED)
+    compute = _compute_dtype(a)
+    if out.dtype == compute:
+        out.addmm_(a.to(compute), b.to(compute).t())
+    else:
+        out.add_(torch.mm(a.to(compute), b.to(compute).t()))
+
+
+def kernel_name(
+    a: Fp8Format, b: Fp8Format, *, hardware: bool, emulation: str, device: torch.device
+) -> str:
+    """What multiplies two quantized operands, in words."""
+    if hardware:
+        return f"_scaled_mm {a.name}x{b.name}"
+    fast = emulation == "fast" and gemm_dtype(torch.bfloat16, device) == torch.bfloat16
+    return f"emulated {a.name}x{b.name} {'bf16' if fast else 'fp32'} GEMM"
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    return gemm_dtype(x.dtype, x.device)
+
+
+def _plain(
+    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor:
+    compute = _compute_dtype(a)
+    if compute == a.dtype == b.dtype:
+        return F.linear(a, b, bias).to(out_dtype)
+    # Widening is exact: the sum of the same products, rounded once.
+    wide_bias = None if bias is None else bias.to(compute)
+    return F.linear(a.to(compute), b.to(compute), wide_bias).to(out_dtype)
+
+
+def _alpha(a: QuantizedTensor, b: QuantizedTensor) -> float | None:
+    """Both inverse scales as one fp32 factor; None if their product leaves the safe range."""
+    factor = float(a.scale_inv) * float(b.scale_inv)
+    return factor if _SAFE_ALPHA[0] < factor < _SAFE_ALPHA[1] else None
+
+
+def _emulated(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    emulation: str,
+) -> torch.Tensor:
+    a, b = a.hold(), b.hold()
+    compute = torch.float32
+    if emulation == "fast" and out_dtype == torch.bfloat16:
+        compute = _compute_dtype(a.data)
+    left, right = a.data.to(compute), b.data.to(compute).t()
+    alpha = _alpha(a, b) if a.data.device.type == "cpu" else None
+    if alpha is None:
+        # Scales apart: on a device to avoid waiting for it, at the edge of fp32 to avoid 0 * inf.
+        out = torch.mm(left, right).float().mul_(a.scale_inv).mul_(b.scale_inv)
+        return (out if bias is None else out.add_(bias.float())).to(out_dtype)
+    if bias is not None:
+        return torch.addmm(bias.to(compute), left, right, alpha=alpha).to(out_dtype)
+    return torch.addmm(left.new_zeros(1), left, right, beta=0, alpha=alpha).to(out_dtype)
+
+
+def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """`x` `[r, c]` as bytes in a contiguous `[rows, cols]`, zeros around it."""
+    if x.shape == (rows, cols):
+        return x.contiguous()
+    out = torch.zeros(rows, cols, dtype=torch.uint8, device=x.device)
+    out[: x.shape[0], : x.shape[1]] = x.view(torch.uint8)
+    return out.view(x.dtype)
+
+
+def _hardware(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """`torch._scaled_mm`, with zeros added to reach the multiples it needs."""
+    (m, k), n = a.data.shape, b.data.shape[0]
+    if m == 0 or k == 0:
+        out = torch.zeros(m, n, dtype=out_dtype, device=a.data.device)
+        return out if bias is None else out + bias
+    wide_k = -(-k // _ALIGNMENT) * _ALIGNMENT
+    wide_n = -(-n // _ALIGNMENT) * _ALIGNMENT
+    left = _padded(a.data, m, wide_k)
+    right = _padded(b.data, wide_n, wide_k)
+    fused = bias if bias is not None and wide_n == n and bias.dtype == out_dtype else None
+    out = torch._scaled_mm(
+        left,
+        right.t(),
+        scale_a=a.scale_inv.reshape(()),
+        scale_b=b.scale_inv.reshape(()),
+        bias=fused,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accum,
+    )[:, :n]
+    return out if bias is None or fused is not None else out + bias

@@ -1,0 +1,95 @@
+"""Element-wise FP8 kernels: magnitude, rounding onto the grid, bytes.
+
+Every function has one definition in plain torch (`plain.py`). Where numba is installed, CPU tensors
+take a compiled loop (`compiled.py`) with bitwise the same results. `use` switches for tests and
+measurements.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.fp8.formats import Fp8Format
+from megatron.core.fp8.kernels import plain
+
+try:
+    from megatron.core.fp8.kernels import compiled
+except ImportError:  # numba is optional
+    compiled = None  # type: ignore[assignment]
+
+_enabled = compiled is not None
+
+
+def implementation() -> str:
+    """`compiled` or `plain`: what CPU tensors use now."""
+    return "compiled" if _enabled else "plain"
+
+
+def use(name: str) -> str:
+    """Select `compiled` or `plain` for CPU tensors; returns the previous choice.
+
+    Raises:
+        ValueError: If numba is missing for `compiled`, or the name is unknown.
+    """
+    global _enabled
+    if name not in ("compiled", "plain") or (name == "compiled" and compiled is None):
+        raise ValueError(f"FP8 kernels: got {name}. Not available here. Use plain.")
+    previous, _enabled = implementation(), name == "compiled"
+    return previous
+
+
+def _compiled_for(x: torch.Tensor) -> bool:
+    return (
+        _enabled
+        and x.device.type == "cpu"
+        and x.numel() > 0
+        and x.dtype in (torch.bfloat16, torch.float32)
+    )
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude, fp32 0-dim. NaN elements are ignored; 0 for an empty tensor."""
+    if _compiled_for(x):
+        return compiled.amax(x)
+    return plain.amax(x)
+
+
+def round_to_grid(
+    x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format, *, want_amax: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`x * scale` rounded to the grid of `fmt`, held in bf16.
+
+    Round to nearest, ties to even, one rounding from the fp32 product; saturating; NaN stays NaN;
+    subnormals and the sign of zero are kept.
+
+    Args:
+        x: Any float type, any shape.
+        scale: fp32, one element.
+        fmt: Target format.
+        want_amax: Also return `amax(x)`, found in the same pass.
+
+    Returns:
+        bf16 like `x` (contiguous), and the magnitude or None.
+    """
+    if _compiled_for(x):
+        return compiled.round_to_grid(x, scale, fmt, want_amax)
+    return plain.round_to_grid(x, scale, fmt, want_amax)
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """As `round_to_grid`, but to the FP8 type: for devices that multiply FP8 in hardware."""
+    return plain.cast(x, scale, fmt)
+
+
+def encode(held: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Codes (uint8, like `held`) of grid values held in bf16."""
+    if _compiled_for(held):
+        return compiled.encode(held, fmt)
+    return plain.encode(held, fmt)
+
+
+def decode(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Grid values, held in bf16, of codes (uint8)."""
+    if _enabled and codes.device.type == "cpu" and codes.numel() > 0:
+        return compiled.decode(codes, fmt)
+    return plain.decode(codes, fmt)

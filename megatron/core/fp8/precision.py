@@ -1,0 +1,207 @@
+"""`LinearPrecision`: how one linear layer computes, fixed when the layer is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
+
+import torch
+
+from megatron.core.fp8.amax import Slots
+from megatron.core.fp8.gemm import kernel_name
+from megatron.core.fp8.policy import Decision
+from megatron.core.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer
+from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Role
+from megatron.core.fp8.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from megatron.core.fp8.state import Fp8State
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+_OPERANDS = {
+    "fprop": (Role.INPUT, Role.WEIGHT),
+    "dgrad": (Role.GRAD_OUTPUT, Role.WEIGHT),
+    "wgrad": (Role.GRAD_OUTPUT, Role.INPUT),
+}
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class PrecisionRow:
+    """One line of the precision table.
+
+    Attributes:
+        path: The layer.
+        gemm: `fprop`, `dgrad` or `wgrad`.
+        requested: What the configuration asks for here.
+        delivered: What runs.
+        kernel: What computes it.
+        reason: Why it is not FP8, or why it is not what was requested; may be empty.
+    """
+
+    path: str
+    gemm: str
+    requested: str
+    delivered: str
+    kernel: str
+    reason: str = ""
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether less runs than was asked for."""
+        return self.requested != self.delivered
+
+
+@dataclass
+class _CachedWeight:
+    """A quantized weight and what it was made from."""
+
+    weight: ReferenceType[torch.Tensor]
+    key: tuple[Any, ...]
+    row: QuantizedTensor
+    col: QuantizedTensor
+    amax: torch.Tensor | None
+    recorded: bool
+
+
+class LinearPrecision:
+    """Precision of one linear layer.
+
+    Attributes:
+        path: The layer's module path.
+        decision: The policy's answer.
+        state: The run's FP8 state.
+        slots: The layer's columns in the book; None without delayed scaling.
+        fp8_meta: Scaling state under Transformer Engine's keys: `scaling_fwd` and `scaling_bwd`
+            with live `amax_history` and `scale`, present with delayed scaling only.
+    """
+
+    def __init__(
+        self, path: str, decision: Decision, state: Fp8State, slots: Slots | None = None
+    ) -> None:
+        self.path, self.decision, self.state, self.slots = path, decision, state, slots
+        self._quantizers: dict[Role, Quantizer] = {}
+        if decision.recipe is not None:
+            self._quantizers = {role: self._quantizer(decision.recipe, role) for role in Role}
+        self._cached: _CachedWeight | None = None
+        self.fp8_meta = self._meta()
+
+    def _quantizer(self, recipe: Recipe, role: Role) -> Quantizer:
+        hardware = self.state.hardware
+        if isinstance(recipe, DelayedScaling) and self.slots is not None:
+            return DelayedQuantizer(
+                recipe.format_of(role),
+                role,
+                self.slots.of(role),
+                lambda: self.state.recording,
+                hardware=hardware,
+            )
+        if isinstance(recipe, Float8CurrentScaling):
+            return CurrentQuantizer(recipe, role, hardware=hardware)
+        raise TypeError(f"No quantizer for {recipe!r}.")
+
+    def _meta(self) -> dict[str, Any]:
+        recipe = self.decision.recipe
+        meta: dict[str, Any] = {
+            "fp8_checkpoint": recipe is not None,
+            "recipe": recipe,
+            "num_gemms": 1,
+            "fp8_group": None,
+        }
+        if recipe is not None:
+            meta["fp8_max_fwd"] = recipe.format_of(Role.INPUT).max
+            meta["fp8_max_bwd"] = recipe.format_of(Role.GRAD_OUTPUT).max
+        if self.slots is not None:
+            meta["scaling_fwd"] = self.slots.forward
+            meta["scaling_bwd"] = self.slots.backward
+        return meta
+
+    # -- what runs ------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether a forward started now runs in FP8."""
+        return self.decision.recipe is not None and self.state.enabled
+
+    @property
+    def wgrad_active(self) -> bool:
+        """Whether the weight gradient of a forward started now runs in FP8."""
+        return self.active and self.decision.wgrad
+
+    @property
+    def wants_fp32_norm(self) -> bool:
+        """Whether a fused normalisation should hand its fp32 output to `linear`, unrounded.
+
+        With delayed scaling the cast sees the fp32 value; with current scaling it sees the value
+        rounded to the parameters' type.
+        """
+        return self.active and self._quantizers[Role.INPUT].wants_fp32
+
+    def quantizer(self, role: Role) -> Quantizer:
+        """The quantizer of one tensor.
+
+        Raises:
+            KeyError: If the layer was not built for FP8.
+        """
+        return self._quantizers[role]
+
+    def quantize_weight(
+        self, weight: torch.Tensor, *, fresh: bool = False
+    ) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """The weight as both operands, `[out, in]` and `[in, out]`, quantized at most once.
+
+        The cached result is valid for the same tensor, at the same version, quantized with the
+        scales now in use; anything else quantizes again. A magnitude that was seen while recording
+        was off is recorded at the first use while it is on.
+
+        Args:
+            weight: `[out, in]`.
+            fresh: Quantize in any case.
+        """
+        key = (
+            weight.data_ptr(),
+            weight._version,
+            weight.dtype,
+            self.state.generation,
+            self.slots.book.generation_in_use if self.slots else 0,
+        )
+        quantizer, cached = self._quantizers[Role.WEIGHT], self._cached
+        if fresh or cached is None or cached.key != key or cached.weight() is not weight:
+            row, amax = quantizer.cast(weight.detach())
+            cached = _CachedWeight(
+                ref(weight), key, row, quantizer.transposed(row), amax, recorded=False
+            )
+            self._cached = cached
+        if self.state.recording and not cached.recorded:
+            quantizer.record(cached.amax)
+            cached.recorded = True
+        return cached.row, cached.col
+
+    # -- the table ------------------------------------------------------------------------------
+
+    def rows(self) -> list[PrecisionRow]:
+        """The three lines of this layer in the precision table."""
+        return [self.row(gemm) for gemm in GEMMS]
+
+    def row(self, gemm: str = "fprop") -> PrecisionRow:
+        """The line of one matrix product."""
+        decision, plain = self.decision, _SHORT.get(self.state.params_dtype, "?")
+        in_fp8 = decision.recipe is not None and (gemm != "wgrad" or decision.wgrad)
+        if not in_fp8 or decision.recipe is None:
+            reason = decision.reason or decision.wgrad_reason
+            return PrecisionRow(self.path, gemm, plain, plain, f"{plain} GEMM", reason)
+        first, second = (decision.recipe.format_of(role) for role in _OPERANDS[gemm])
+        name = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
+        if not self.state.enabled:
+            return PrecisionRow(
+                self.path, gemm, name, plain, f"{plain} GEMM", "FP8 is switched off at this step"
+            )
+        kernel = kernel_name(
+            first,
+            second,
+            hardware=self.state.hardware,
+            emulation=self.state.emulation,
+            device=self.state.device,
+        )
+        return PrecisionRow(self.path, gemm, name, name, kernel)

@@ -1,0 +1,136 @@
+"""Quantizers: one for each tensor role of a layer, behind one small interface.
+
+A layer asks for the operand it needs and never learns which recipe made it: `rowwise(x)` is `x`
+quantized along its last dimension, `colwise(x)` is the *transposed* tensor quantized along its own
+last dimension (the rows of `x`). With one scale a tensor the two are the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from megatron.core.fp8 import kernels
+from megatron.core.fp8.amax import Slot
+from megatron.core.fp8.formats import Fp8Format
+from megatron.core.fp8.recipe import Float8CurrentScaling, Role
+from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.mesh import Axis
+from megatron.core.tensor_parallel.mappings import all_reduce
+
+
+class Quantizer(ABC):
+    """Turns a high-precision matrix `[rows, cols]` into FP8 operands.
+
+    Attributes:
+        fmt: Target format.
+        role: The tensor's role.
+        hardware: Whether operands are made in the FP8 type (for FP8 hardware) or held in bf16.
+        wants_fp32: Whether a normalisation should hand over its fp32 output, unrounded.
+        transposable: Whether `colwise(x)` is `rowwise(x)` transposed: one cast serves both.
+    """
+
+    wants_fp32 = False
+    transposable = True
+
+    def __init__(self, fmt: Fp8Format, role: Role, *, hardware: bool = False) -> None:
+        self.fmt, self.role, self.hardware = fmt, role, hardware
+
+    @abstractmethod
+    def cast(
+        self, x: torch.Tensor, *, axis: Axis | None = None
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        """`x` quantized along its last dimension, and its magnitude where the recipe records it.
+
+        Args:
+            x: `[rows, cols]`, bf16, fp16 or fp32.
+            axis: Ranks whose shards will be gathered and so must share their scales.
+        """
+
+    def record(self, amax: torch.Tensor | None) -> None:
+        """Note the magnitude of a cast tensor for later scales; a recipe without memory does not."""
+        del amax
+
+    def rowwise(self, x: torch.Tensor, *, axis: Axis | None = None) -> QuantizedTensor:
+        """`x` quantized along its last dimension; its magnitude is recorded."""
+        made, amax = self.cast(x, axis=axis)
+        self.record(amax)
+        return made
+
+    def colwise(self, x: torch.Tensor, *, axis: Axis | None = None) -> QuantizedTensor:
+        """`x` transposed, `[cols, rows]`, quantized along the rows of `x`."""
+        return self.transposed(self.rowwise(x, axis=axis))
+
+    def transposed(self, row: QuantizedTensor) -> QuantizedTensor:
+        """The transpose, laid out for a product: FP8 hardware wants it contiguous."""
+        turned = row.t()
+        if not self.hardware:
+            return turned
+        codes = turned.data.view(torch.uint8).contiguous()
+        return replace(turned, data=codes.view(self.fmt.torch_dtype))
+
+    def _make(
+        self, x: torch.Tensor, scale: torch.Tensor, *, want_amax: bool
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        """Cast with one scale for the tensor; the result owns its `scale_inv`."""
+        amax: torch.Tensor | None
+        if self.hardware:
+            amax = kernels.amax(x) if want_amax else None
+            data = kernels.cast(x, scale, self.fmt)
+        else:
+            data, amax = kernels.round_to_grid(x, scale, self.fmt, want_amax=want_amax)
+        return QuantizedTensor(data, scale.reciprocal(), self.fmt), amax
+
+
+class DelayedQuantizer(Quantizer):
+    """Scale from the book; the magnitude is recorded for the next update.
+
+    Args:
+        slot: The tensor's column.
+        recording: Asked at every cast: record this magnitude?
+    """
+
+    wants_fp32 = True
+
+    def __init__(
+        self,
+        fmt: Fp8Format,
+        role: Role,
+        slot: Slot,
+        recording: Callable[[], bool],
+        *,
+        hardware: bool = False,
+    ) -> None:
+        super().__init__(fmt, role, hardware=hardware)
+        self.slot, self.recording = slot, recording
+
+    def cast(
+        self, x: torch.Tensor, *, axis: Axis | None = None
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        """See the base class. Every rank casts with the same scale, so `axis` needs nothing."""
+        return self._make(x, self.slot.scale, want_amax=True)
+
+    def record(self, amax: torch.Tensor | None) -> None:
+        """See the base class."""
+        if amax is not None and self.recording():
+            self.slot.record(amax)
+
+
+class CurrentQuantizer(Quantizer):
+    """Scale from the tensor itself: one pass for the magnitude, one for the cast."""
+
+    def __init__(self, recipe: Float8CurrentScaling, role: Role, *, hardware: bool = False) -> None:
+        super().__init__(recipe.format_of(role), role, hardware=hardware)
+        self.recipe = recipe
+
+    def cast(
+        self, x: torch.Tensor, *, axis: Axis | None = None
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        """See the base class."""
+        amax = kernels.amax(x)
+        if axis is not None and axis.size > 1:
+            amax = all_reduce(amax.view(1), axis, op="max").view(())
+        return self._make(x, self.recipe.scale(amax, self.fmt.max), want_amax=False)

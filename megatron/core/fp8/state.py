@@ -1,0 +1,261 @@
+"""`Fp8State`: everything about FP8 that changes while a model trains, in one explicit object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from megatron.core.errors import PrecisionError, complaint
+from megatron.core.fp8.amax import AmaxBook
+from megatron.core.fp8.formats import Format
+from megatron.core.fp8.gemm import EMULATIONS
+from megatron.core.fp8.policy import Fp8Policy
+from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
+from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from megatron.core.mesh import Axis
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def recipe_from_config(fp8: Any) -> Recipe | None:
+    """The recipe that the `fp8_*` fields describe; None if FP8 is off.
+
+    Args:
+        fp8: Anything with the fields of the FP8 configuration section.
+
+    Raises:
+        PrecisionError: If the recipe has no native implementation.
+    """
+    if not fp8.fp8_format:
+        return None
+    fmt = Format.E4M3 if fp8.fp8_format == "e4m3" else Format.HYBRID
+    if fp8.fp8_recipe == "delayed":
+        return DelayedScaling(
+            margin=fp8.fp8_margin,
+            fp8_format=fmt,
+            amax_history_len=fp8.fp8_amax_history_len,
+            amax_compute_algo=fp8.fp8_amax_compute_algo,
+        )
+    if fp8.fp8_recipe == "tensorwise":
+        return Float8CurrentScaling(fp8_format=fmt)
+    raise PrecisionError(
+        complaint(
+            "--fp8-recipe",
+            fp8.fp8_recipe,
+            "The native backend has no such recipe",
+            "Use delayed or tensorwise",
+        )
+    )
+
+
+class Fp8State:
+    """FP8 of one model.
+
+    Attributes:
+        policy: Decides the recipe of each layer when it is built.
+        recipe: The run's recipe; None if FP8 is off.
+        book: Histories and scales; None unless scaling is delayed.
+        enabled: Whether forwards started now run in FP8. May be switched between steps.
+        recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
+        emulation: `fast` or `exact`, where there is no FP8 hardware.
+        generation: Counts synchronisations; weights are quantized anew after each.
+    """
+
+    def __init__(
+        self,
+        policy: Fp8Policy,
+        *,
+        device: torch.device | str = "cpu",
+        params_dtype: torch.dtype = torch.bfloat16,
+        emulation: str = "fast",
+    ) -> None:
+        if emulation not in EMULATIONS:
+            raise PrecisionError(
+                complaint(
+                    "--fp8-emulation",
+                    emulation,
+                    "Unknown emulation",
+                    f"Use {' or '.join(EMULATIONS)}",
+                )
+            )
+        self.policy, self.recipe = policy, policy.recipe
+        self.device, self.params_dtype = torch.device(device), params_dtype
+        self.emulation = emulation
+        self.hardware = has_fp8_hardware(self.device)
+        self.enabled = self.recipe is not None
+        self.recording = True
+        self.generation = 0
+        self.book: AmaxBook | None = None
+        if isinstance(self.recipe, DelayedScaling):
+            self.book = AmaxBook(self.recipe, self.device)
+        self.layers: dict[str, LinearPrecision] = {}
+
+    @classmethod
+    def disabled(
+        cls, device: torch.device | str = "cpu", params_dtype: torch.dtype = torch.bfloat16
+    ) -> Fp8State:
+        """A state in which every layer runs in high precision."""
+        return cls(Fp8Policy(), device=device, params_dtype=params_dtype)
+
+    @classmethod
+    def from_config(cls, config: Any, device: torch.device | str = "cpu") -> Fp8State:
+        """The state that a run's configuration describes.
+
+        Args:
+            config: Anything with the fields of the run configuration.
+            device: Where the layers run.
+        """
+        edges = config.first_last_layers_bf16
+        policy = Fp8Policy(
+            recipe=recipe_from_config(config),
+            wgrad=config.fp8_wgrad,
+            num_layers=config.num_layers,
+            first_in_bf16=config.num_layers_at_start_in_bf16 if edges else 0,
+            last_in_bf16=config.num_layers_at_end_in_bf16 if edges else 0,
+        )
+        return cls(
+            policy,
+            device=device,
+            params_dtype=_DTYPES[config.params_dtype],
+            emulation=config.fp8_emulation,
+        )
+
+    # -- building -------------------------------------------------------------------------------
+
+    def for_linear(
+        self,
+        path: str,
+        layer_number: int | None = None,
+        num_layers: int | None = None,
+        in_features: int | None = None,
+        out_features: int | None = None,
+    ) -> LinearPrecision:
+        """Decide the precision of one linear layer and give it its scales.
+
+        Args:
+            path: Module path, unique in the model.
+            layer_number: Transformer layer, numbered from 1 over the whole model; default from
+                `layers.N` in the path.
+            num_layers: Transformer layers of the whole model; default from the configuration.
+            in_features: Local input width.
+            out_features: Local output width.
+        """
+        decision = self.policy.decide(path, layer_number, num_layers)
+        slots = None
+        if self.book is not None and isinstance(decision.recipe, DelayedScaling):
+            slots = self.book.register(path)
+        precision = LinearPrecision(path, decision, self, slots)
+        self.layers[path] = precision
+        return precision
+
+    def rows(self) -> list[PrecisionRow]:
+        """The precision table: three lines a layer, in the order of construction."""
+        return [row for layer in self.layers.values() for row in layer.rows()]
+
+    # -- running --------------------------------------------------------------------------------
+
+    def sync(self, axis: Axis | None = None) -> None:
+        """Derive the next step's scales; call once per optimizer step on every rank of `axis`."""
+        if self.book is not None:
+            self.book.sync(axis)
+        self.generation += 1
+
+    @contextmanager
+    def not_recording(self) -> Iterator[None]:
+        """Casts inside the block leave no trace, as in evaluation."""
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
+
+    def recompute_contexts(
+        self,
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Contexts for a forward and for its recomputation.
+
+        The recomputation sees the switch and the scales of the first forward and records nothing.
+        """
+        captured: dict[str, Any] = {}
+
+        @contextmanager
+        def first() -> Iterator[None]:
+            captured["enabled"] = self.enabled
+            if self.book is not None:
+                captured["scales"] = self.book.snapshot()
+            yield
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            enabled, self.enabled = self.enabled, captured["enabled"]
+            try:
+                with self.not_recording():
+                    if self.book is None:
+                        yield
+                    else:
+                        with self.book.replay(captured["scales"]):
+                            yield
+            finally:
+                self.enabled = enabled
+
+        return first(), again()
+
+    # -- checkpoint -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Recipe and scaling state by layer path: plain values and CPU tensors."""
+        recipe = self.recipe
+        return {
+            "recipe": recipe.name if recipe else "none",
+            "format": recipe.fp8_format.name.lower() if recipe else "none",
+            "layers": self.book.state_dict() if self.book is not None else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> list[str]:
+        """Take over a saved state where it fits this run's recipe.
+
+        Args:
+            state: What `state_dict` returned; None or empty for a checkpoint without FP8.
+
+        Returns:
+            Messages for the log: what was adjusted or dropped, and what that means.
+
+        Raises:
+            CheckpointError: If layers are missing, all listed.
+        """
+        saved = (state or {}).get("recipe", "none")
+        wanted = self.recipe.name if self.recipe else "none"
+        if saved != wanted:
+            return [_dropped(saved, wanted, self.book is not None)]
+        if self.book is None or state is None:
+            return []
+        messages = self.book.load_state_dict(state["layers"])
+        old, new = Format[state["format"].upper()], self.book.recipe.fp8_format
+        if old is not new:
+            self.book.rescale(old.forward.max, old.backward.max)
+            messages.append(
+                f"FP8 state: saved with format {old.name.lower()}, running {new.name.lower()};"
+                " scales were converted."
+            )
+        return messages
+
+
+def _dropped(saved: str, wanted: str, delayed: bool) -> str:
+    after = (
+        "the first step quantizes with scale 1 and every later one with fresh scales"
+        if delayed
+        else "this recipe needs no state"
+    )
+    if saved == "none":
+        return f"FP8 state: the checkpoint has none; {after}."
+    if wanted == "none":
+        return f"FP8 state: saved with recipe {saved}, this run is not in FP8; it is ignored."
+    return f"FP8 state: saved with recipe {saved}, this run uses {wanted}; it is dropped, {after}."
+
+
+def has_fp8_hardware(device: torch.device) -> bool:
+    """Whether `torch._scaled_mm` multiplies FP8 in hardware on this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
