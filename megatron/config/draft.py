@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.config import compat
 from megatron.config.problems import Problem
+from megatron.config.retired import REFUSED_VALUES
 from megatron.config.schema import SPECS
 from megatron.config.values import coerce, coerce_problem, nearest
 
@@ -28,7 +30,13 @@ class Draft:
         broken: Names whose value was refused; rules about them stay silent.
     """
 
-    def __init__(self, fields: Mapping[str, Any], world_size: int) -> None:
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        world_size: int,
+        origins: Mapping[str, str] | None = None,
+    ) -> None:
+        self.origins = dict(origins or {})
         self.given: dict[str, Any] = {}
         self.values: dict[str, Any] = {name: spec.default for name, spec in SPECS.items()}
         self.problems: list[Problem] = []
@@ -42,13 +50,40 @@ class Draft:
     def _take(self, name: str, value: Any) -> None:
         spec = SPECS.get(name)
         if spec is None or spec.setting.derived:
-            self.problems.append(unknown_name(name, value))
+            self._take_undeclared(name, value)
             return
         try:
             self.given[name] = coerce(spec, value)
         except ValueError as error:
             self.broken.add(name)
-            self.problems.append(coerce_problem(spec, value, str(error)))
+            self.problems.append(self._refused_value(name, value, str(error)))
+
+    def _refused_value(self, name: str, value: Any, why: str) -> Problem:
+        items = value if isinstance(value, list | tuple) else (value,)
+        for item in items:
+            if (name, str(item)) in REFUSED_VALUES:
+                return Problem((SPECS[name].flag,), item, *REFUSED_VALUES[name, str(item)])
+        return coerce_problem(SPECS[name], value, why, self._origin(name))
+
+    def _origin(self, name: str) -> str:
+        origin = self.origins.get(name, "command line")
+        return "" if origin == "command line" else f" in {origin}"
+
+    def _take_undeclared(self, name: str, value: Any) -> None:
+        """Judge a name that no field has as the command line judges the flag of that name."""
+        flag = "--" + name.replace("_", "-")
+        if name in SPECS or compat.arity(flag) is None:
+            self.problems.append(unknown_name(name, value, self._origin(name)))
+            return
+        values = [] if value is True else [str(value)]
+        verdict = compat.judge(flag, values, known=())
+        if isinstance(verdict, Problem):
+            self.problems.append(verdict)
+            return
+        self.notices.append(verdict.notice)
+        if isinstance(verdict, compat.Rewritten):
+            target = verdict.tokens[0][2:].replace("-", "_")
+            self._take(target, " ".join(verdict.tokens[1:]))
 
     def __getattr__(self, name: str) -> Any:
         """Return a field's current value."""
@@ -71,14 +106,15 @@ class Draft:
             self.values[name] = value
 
 
-def unknown_name(name: str, value: Any) -> Problem:
+def unknown_name(name: str, value: Any, origin: str = "") -> Problem:
     """Build the problem for a name that is no setting (or one that only ``finalize`` sets)."""
+    got = f"{value!r}{origin}"
     if name in SPECS:
-        return Problem((name,), repr(value), "It follows from other settings", "Leave it out")
+        return Problem((name,), got, "It follows from other settings", "Leave it out")
     settable = [n for n, spec in SPECS.items() if not spec.setting.derived]
     guess = nearest(name, settable)
     fix = f"Did you mean {guess}?" if guess else "docs/flags.md lists every name"
-    return Problem((name,), repr(value), "There is no setting of this name", fix)
+    return Problem((name,), got, "There is no setting of this name", fix)
 
 
 def pad_vocabulary(vocab_size: int, divisible_by: int, tp_size: int) -> int:
@@ -103,6 +139,8 @@ def _derive_shape(c: Draft) -> None:
         c.values["num_query_groups"] = c.num_attention_heads
     c.fill("seq_length", c.max_position_embeddings or DEFAULT_SEQ_LENGTH)
     c.fill("max_position_embeddings", c.seq_length)
+    if c.add_bias_linear:
+        c.values["add_qkv_bias"] = True
     if c.bf16 or c.fp16:
         c.values["params_dtype"] = "bfloat16" if c.bf16 else "float16"
 
@@ -161,7 +199,7 @@ def _derive_data(c: Draft) -> None:
     if c.tokenizer_type == "NullTokenizer" and c.vocab_size is None:
         c.values["vocab_size"] = DEFAULT_VOCAB_SIZE
         c.notices.append(
-            "no tokenizer was given: using --tokenizer-type NullTokenizer"
+            "no vocabulary was given: using --tokenizer-type NullTokenizer"
             f" --vocab-size {DEFAULT_VOCAB_SIZE}"
         )
     if c.counts("vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size"):

@@ -10,7 +10,8 @@ from megatron.config.schema import flag_of
 __all__ = ["RULES", "ConfigError", "Problem", "check", "rule"]
 
 # The order in which problems are listed and documented.
-RULE_MODULES = (rules_model, rules_parallel, rules_training, rules_data)
+_MODULES = [m.__name__ for m in (rules_model, rules_parallel, rules_training, rules_data)]
+RULES.sort(key=lambda one: _MODULES.index(one.__module__))
 
 
 def check(draft: Draft) -> list[Problem]:

@@ -133,7 +133,7 @@ def loading_has_a_place(c: Draft) -> Iterator[Problem]:
 
 @rule
 def one_schedule_wins(c: Draft) -> Iterator[Problem]:
-    """--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other."""
+    """The learning-rate schedule is this run's or the checkpoint's, not both."""
     if c.override_opt_param_scheduler and c.use_checkpoint_opt_param_scheduler:
         yield Problem(
             (

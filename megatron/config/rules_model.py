@@ -75,8 +75,9 @@ _ABOVE_ZERO = (
 _BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum")
 
 
-def _range_problem(name: str, value: object, why: str) -> Problem:
-    return Problem((flag_of(name),), value, why, f"Give such a value ({SPECS[name].setting.help})")
+def _range_problem(name: str, value: object, wanted: str) -> Problem:
+    meaning = SPECS[name].setting.help.rstrip(".")
+    return Problem((flag_of(name),), value, f"It must be {wanted}", f"Correct it. It is: {meaning}")
 
 
 @rule
@@ -86,19 +87,19 @@ def numbers_are_in_range(c: Draft) -> Iterator[Problem]:
         value = c.values[name]
         # What was derived from a wrong value is not a second mistake.
         if value is not None and value < 1 and (name in c.given or name == "world_size"):
-            yield _range_problem(name, value, "It must be at least 1")
+            yield _range_problem(name, value, "at least 1")
     for name in _AT_LEAST_ZERO:
         value = c.values[name]
         if value is not None and value < 0:
-            yield _range_problem(name, value, "It must not be negative")
+            yield _range_problem(name, value, "0 or more")
     for name in _ABOVE_ZERO:
         value = c.values[name]
         if value is not None and value <= 0:
-            yield _range_problem(name, value, "It must be above 0")
+            yield _range_problem(name, value, "above 0")
     for name in _BELOW_ONE:
         value = c.values[name]
         if not 0 <= value < 1:
-            yield _range_problem(name, value, "It must be at least 0 and below 1")
+            yield _range_problem(name, value, "at least 0 and below 1")
 
 
 @rule
@@ -312,6 +313,7 @@ def high_precision_layers_fit(c: Draft) -> Iterator[Problem]:
 def _fp8_extents(c: Draft) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
     """Yield flags, a description, a local extent and its step in units of the first flag."""
     tp = c.tensor_model_parallel_size
+    flags: tuple[str, ...]
     if c.counts("hidden_size"):
         yield ("--hidden-size",), "the hidden size", c.hidden_size, 1
     if c.counts("ffn_hidden_size") and c.ffn_hidden_size % tp == 0:

@@ -88,7 +88,7 @@ def warmup_is_given_once(c: Draft) -> Iterator[Problem]:
 def learning_rates_are_ordered(c: Draft) -> Iterator[Problem]:
     """--min-lr and --lr-warmup-init are not above --lr."""
     for name in ("min_lr", "lr_warmup_init"):
-        if c.values[name] > c.lr:
+        if c.values[name] > c.lr >= 0:
             yield Problem(
                 (flag_of(name), "--lr"),
                 f"{c.values[name]} and {c.lr}",

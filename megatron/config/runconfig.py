@@ -19,6 +19,7 @@ from megatron.config.rules import check
 from megatron.config.run import RuntimeConfig
 from megatron.config.schema import SECTIONS, SPECS
 from megatron.config.training import TrainingConfig
+from megatron.config.values import yaml_value
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class RunConfig:
             ConfigError: The result cannot work.
         """
         world_size = fields.pop("world_size", self.parallel.world_size)
-        return finalize({**self.given, **fields}, world_size)
+        merged = {**self.given, **fields}
+        return finalize({k: v for k, v in merged.items() if v is not None}, world_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as a plain value (tuples become lists), derived ones included."""
@@ -80,6 +82,24 @@ class RunConfig:
     def given_dict(self) -> dict[str, Any]:
         """Return the settings the user made, as plain values; enough to rebuild this object."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in self.given.items()}
+
+    def to_yaml(self, origins: Mapping[str, str] | None = None) -> str:
+        """Return YAML that reproduces this configuration at the same number of processes.
+
+        Args:
+            origins: Where each setting came from; added as comments.
+
+        Returns:
+            What was given as settings, everything else as comments.
+        """
+        lines = ["# Settings that were given. Use as: --config FILE"]
+        for name, value in self.given.items():
+            origin = (origins or {}).get(name)
+            lines.append(f"{name}: {yaml_value(value)}" + (f"  # {origin}" if origin else ""))
+        lines.append(f"# Defaults and what follows, with {self.world_size} process(es):")
+        rest = (name for name in SPECS if name not in self.given)
+        lines.extend(f"# {name}: {yaml_value(getattr(self, name))}" for name in rest)
+        return "\n".join(lines) + "\n"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
@@ -125,12 +145,18 @@ def _without_derived(fields: Mapping[str, Any], world_size: int) -> dict[str, An
     return {**open_fields, **{k: v for k, v in kept.items() if draft.values[k] != v}}
 
 
-def finalize(fields: Mapping[str, Any], world_size: int = 1) -> RunConfig:
+def finalize(
+    fields: Mapping[str, Any],
+    world_size: int = 1,
+    *,
+    origins: Mapping[str, str] | None = None,
+) -> RunConfig:
     """Check settings, derive what was left open and freeze the result.
 
     Args:
         fields: Settings by field name; a missing one takes its default.
         world_size: Number of processes of the run.
+        origins: Where each setting came from, for messages.
 
     Returns:
         The finished configuration.
@@ -138,7 +164,7 @@ def finalize(fields: Mapping[str, Any], world_size: int = 1) -> RunConfig:
     Raises:
         ConfigError: Lists every problem, not only the first.
     """
-    draft = Draft(fields, world_size)
+    draft = Draft(fields, world_size, origins)
     derive(draft)
     problems = [*draft.problems, *check(draft)]
     if problems:

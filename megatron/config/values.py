@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 from collections.abc import Iterable
@@ -88,3 +89,16 @@ def coerce_problem(spec: Spec, value: Any, why: str, origin: str = "") -> Proble
     if not spec.setting.choices:
         fix = "Give such a value or leave it out"
     return Problem((spec.flag,), f"{value!r}{origin}", why, fix)
+
+
+def yaml_value(value: Any) -> str:
+    """Write a plain value the way YAML 1.1 reads it back (every reader, so floats keep a dot)."""
+    if isinstance(value, float):
+        mantissa, e, exponent = repr(value).partition("e")
+        if not e:
+            return mantissa
+        sign = "" if exponent.startswith(("-", "+")) else "+"
+        return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{sign}{exponent}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(yaml_value(item) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False)

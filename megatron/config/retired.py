@@ -1,0 +1,308 @@
+"""Tables about Megatron-LM's other flags: accepted with a notice, rewritten, or refused and why."""
+
+from __future__ import annotations
+
+ANY: tuple[str, ...] = ()
+
+_ALWAYS = "always so here"
+_NO_FUSION = "no such fused kernel is used, always so here"
+_LAYOUT_FREE = "checkpoints never depend on the layout, always so here"
+
+# Flag to (values that are accepted; ANY = all of them, notice). What these ask for happens anyway.
+ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
+    "--use-mcore-models": (ANY, "there is one implementation of the model"),
+    "--use-flash-attn": (ANY, "the backend picks the attention kernel"),
+    "--attention-backend": (
+        ("flash", "fused", "unfused", "local", "auto"),
+        "the layer backend picks the attention kernel; the result is the same",
+    ),
+    "--use-dist-ckpt": (ANY, "checkpoints are always distributed"),
+    "--dist-ckpt-format": (("torch_dist",), "torch_dist is the one format"),
+    "--auto-detect-ckpt-format": (ANY, "torch_dist is the one format"),
+    "--ckpt-fully-parallel-save": (ANY, "every rank writes its own share, always so here"),
+    "--ckpt-fully-parallel-load": (ANY, "every rank reads only what it needs, always so here"),
+    "--ckpt-assume-constant-structure": (ANY, "the layout of a checkpoint is cheap to plan"),
+    "--dist-ckpt-optim-fully-reshardable": (ANY, _LAYOUT_FREE),
+    "--distrib-optim-fully-reshardable-mem-efficient": (ANY, _LAYOUT_FREE),
+    "--dist-ckpt-strictness": (
+        (
+            "assume_ok_unexpected",
+            "log_unexpected",
+            "log_all",
+            "raise_unexpected",
+            "raise_all",
+        ),
+        "loading has one strictness: a missing tensor is an error, an unexpected one is reported",
+    ),
+    "--no-use-tokenizer-model-from-checkpoint-args": (
+        ANY,
+        "the tokenizer never comes from a checkpoint",
+    ),
+    "--no-save-tokenizer-assets": (ANY, "a checkpoint never holds the tokenizer"),
+    "--fp8-interval": (ANY, "ignored: scales are updated once per optimizer step"),
+    "--fp16-lgs": (ANY, "loss scaling is dynamic with --fp16 and not needed otherwise"),
+    "--no-fp16-lgs": (ANY, "the loss is scaled only with --fp16"),
+    "--calculate-per-token-loss": (ANY, "the loss is per token, always so here"),
+    "--accumulate-allreduce-grads-in-fp32": (ANY, "gradients are summed in fp32, always so here"),
+    "--attention-softmax-in-fp32": (ANY, "softmax runs in fp32, always so here"),
+    "--no-masked-softmax-fusion": (ANY, _NO_FUSION),
+    "--no-bias-gelu-fusion": (ANY, _NO_FUSION),
+    "--no-bias-swiglu-fusion": (ANY, _NO_FUSION),
+    "--no-bias-dropout-fusion": (ANY, _NO_FUSION),
+    "--no-rope-fusion": (ANY, _NO_FUSION),
+    "--no-gradient-accumulation-fusion": (ANY, "gradients are added in fp32 either way"),
+    "--no-persist-layer-norm": (ANY, _NO_FUSION),
+    "--disable-jit-fuser": (ANY, "nothing is fused by a compiler, always so here"),
+    "--cross-entropy-loss-fusion": (ANY, "there is one cross entropy, parallel over vocabulary"),
+    "--cross-entropy-fusion-impl": (("native",), "there is one cross entropy"),
+    "--no-create-attention-mask-in-dataloader": (ANY, "no mask is built, always so here"),
+    "--dataloader-type": (("single",), "data is read in order, always so here"),
+    "--num-dataset-builder-threads": (("1",), "one thread builds index files"),
+    "--mid-level-dataset-surplus": (("0.005",), _ALWAYS),
+    "--timing-log-level": (("0",), _ALWAYS),
+    "--timing-log-option": (("minmax",), _ALWAYS),
+    "--no-barrier-with-level-1-timing": (ANY, "timers have no barrier"),
+    "--no-async-tensor-model-parallel-allreduce": (ANY, "removed from Megatron-LM; no effect"),
+    "--no-scatter-gather-tensors-in-pipeline": (ANY, "removed from Megatron-LM; no effect"),
+    "--legacy-tokenizer": (ANY, "removed from Megatron-LM; there is one tokenizer layer"),
+    "--local-rank": (ANY, "the launcher's environment says which rank this is"),
+    "--no-one-logger": (ANY, "there is no such logger"),
+    "--disable-msc": (ANY, "there is no such storage client"),
+    "--use-cpu-initialization": (ANY, "initial weights are the same for every TP size"),
+    "--te-rng-tracker": (ANY, "random streams are counters, safe to replay"),
+    "--softmax-type": (("vanilla",), _ALWAYS),
+    "--cuda-graph-impl": (("none",), _ALWAYS),
+    "--cp-comm-type": (("p2p",), "no effect at --context-parallel-size 1"),
+    "--use-tp-pp-dp-mapping": (ANY, "no effect at --pipeline-model-parallel-size 1"),
+    "--no-overlap-p2p-communication": (ANY, "no effect at --pipeline-model-parallel-size 1"),
+    "--data-parallel-sharding-strategy": (("no_shard",), _ALWAYS),
+    "--rerun-mode": (("disabled",), _ALWAYS),
+    "--exit-signal": (("SIGTERM", "sigterm"), _ALWAYS),
+    "--empty-unused-memory-level": (("0",), _ALWAYS),
+}
+
+# Spelling to the tokens that say the same here; "*" stands for the values.
+REWRITTEN: dict[str, tuple[str, ...]] = {
+    "--encoder-seq-length": ("--seq-length", "*"),
+    "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
+    "--fp8-e4m3": ("--fp8-format", "e4m3"),
+    "--fp8-hybrid": ("--fp8-format", "hybrid"),
+}
+
+# Launcher options that were typed after the script's name.
+LAUNCHER_FLAGS = (
+    "--nproc-per-node",
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--standalone",
+    "--max-restarts",
+    "--redirects",
+    "--tee",
+)
+
+# Exact flag to (why, fix).
+REFUSED: dict[str, tuple[str, str]] = {
+    "--use-distributed-optimizer": (
+        "Sharding the optimizer over replicas is not in this release",
+        "Remove it; every replica keeps the whole optimizer state",
+    ),
+    "--overlap-grad-reduce": (
+        "Gradients are reduced after the last microbatch in this release",
+        "Remove it; the result is the same",
+    ),
+    "--overlap-param-gather": (
+        "There is no distributed optimizer whose parameters could be gathered",
+        "Remove it",
+    ),
+    "--async-save": ("Saving blocks the run in this release", "Remove it"),
+    "--use-persistent-ckpt-worker": ("It belongs to --async-save", "Remove both"),
+    "--async-strategy": ("It belongs to --async-save", "Remove both"),
+    "--tp-comm-overlap": (
+        "Communication is not overlapped with matrix products in this release",
+        "Remove it; the result is the same",
+    ),
+    "--rampup-batch-size": (
+        "The global batch has one size for the whole run",
+        "Remove it and choose --global-batch-size",
+    ),
+    "--step-batch-size-schedule": (
+        "The global batch has one size for the whole run",
+        "Remove it and choose --global-batch-size",
+    ),
+    "--decrease-batch-size-if-needed": (
+        "A batch that does not fit the replicas is an error here, not a smaller batch",
+        "Remove it and choose a --global-batch-size that fits",
+    ),
+    "--batch-size": ("It is ambiguous", "Use --micro-batch-size"),
+    "--warmup": ("It is ambiguous", "Use --lr-warmup-fraction"),
+    "--model-parallel-size": ("It is ambiguous", "Use --tensor-model-parallel-size"),
+    "--checkpoint-activations": (
+        "It has been replaced",
+        "Use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "--yaml-cfg": (
+        "Megatron-LM's own YAML has another layout",
+        "Use --config, whose keys are flag names with underscores",
+    ),
+    "--grad-reduce-in-bf16": ("Gradients are summed in fp32 here", "Remove it"),
+    "--no-pad-vocab-size": (
+        "Every rank holds the same number of vocabulary rows",
+        "Use --make-vocab-size-divisible-by 1",
+    ),
+    "--no-position-embedding": (
+        "Positions are chosen by one flag here",
+        "Use --position-embedding-type rope or none",
+    ),
+    "--data-args-path": (
+        "Long lists of datasets have a place in YAML here",
+        "Put data_path into a file and pass it with --config",
+    ),
+    "--rotary-interleaved": (
+        "Rotary positions rotate halves of a head, not neighbours",
+        "Remove it",
+    ),
+    "--spec": ("Layers follow from the flags here", "Use --transformer-impl"),
+    "--fp8-param-gather": ("Parameters are not kept in FP8 in this release", "Remove it"),
+    "--reset-attention-mask": (
+        "Attention inside a sequence ignores document borders in this release",
+        "Remove it; --reset-position-ids and --eod-mask-loss work",
+    ),
+    "--skip-train": ("Evaluation without training is not in this release", "Remove it"),
+    "--use-mp-args-from-checkpoint-args": (
+        "Checkpoints load at any parallel layout",
+        "Remove it and choose --tensor-model-parallel-size",
+    ),
+    "--trust-remote-code": ("A tokenizer never runs code from its folder here", "Remove it"),
+    "--tiktoken-pattern": ("TikTokenizer is not in this release", "Choose another tokenizer"),
+    "--apply-query-key-layer-scaling": (
+        "Attention scores are computed in fp32 range and need no scaling by layer",
+        "Remove it",
+    ),
+    "--log-progress": ("The progress file is not in this release", "Use --dllogger-json"),
+    "--profile": ("Profiling from inside is not in this release", "Use nsys or py-spy outside"),
+}
+
+# Pattern on the flag (without dashes in front) to (why, fix); the first match counts.
+REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
+    (r"num-experts|moe-|expert-|.*-moe-|gtp-expert", "Mixture-of-experts layers are", ""),
+    (r"rl-|grpo-|perform-rl|langrl|refit-", "Reinforcement learning is", ""),
+    (r"inference-|max-tokens-to-oom|flash-decode|.*-for-prefill", "Inference is", ""),
+    (
+        r"multi-latent|q-lora|kv-lora|qk-head|v-head|qk-pos|mscale|rotary-scaling|mla-|cache-mla",
+        "Multi-latent attention is",
+        "",
+    ),
+    (r"mtp-|use-multi-token", "Multi-token prediction is", ""),
+    (
+        r"mamba|hybrid-|is-hybrid|linear-|gdp-|disable-mamba",
+        "Layers other than attention and MLP are",
+        "",
+    ),
+    (
+        r"fp4-|fp8-quantizer|fp8-output|keep-fp8|reuse-grad-buf|te-precision",
+        "That use of low precision is",
+        "Use --fp8-format with --fp8-recipe delayed or tensorwise",
+    ),
+    (
+        r"cuda-graph|external-cuda|enable-cuda-graph|optimizer-cuda-graph",
+        "CUDA graph capture is",
+        "",
+    ),
+    (
+        r".*pipeline|.*-vp|.*virtual|account-for-|microbatch-group|overlap-p2p|decoder-first|decoder-last",
+        "Pipeline parallelism is",
+        "",
+    ),
+    (r"context-parallel|hierarchical-context|hybrid-context|cp-comm", "Context parallelism is", ""),
+    (
+        r".*fsdp|outer-dp|data-parallel-sharding|ddp-|num-distributed-opt",
+        "Sharded data parallelism is",
+        "",
+    ),
+    (r".*offload", "Offloading to host memory is", ""),
+    (
+        r"muon-|lion-|soap-|.*precision-aware|main-.*-dtype|exp-avg",
+        "That optimizer is",
+        "Use --optimizer adam or sgd",
+    ),
+    (r"tp-comm-", "Overlapped communication is", "Remove it; the result is the same"),
+    (
+        r"non-persistent|async-|ckpt-convert|.*-ckpt-.*|ckpt-|replication|verify-integrity",
+        "That way of checkpointing is",
+        "",
+    ),
+    (
+        r"fim-|sft|retro-|ict-|bert-|biencoder|dino-|vision-|img-|swin|titles|evidence|retriever|block-data"
+        r"|indexer|patch-dim|num-classes|num-channels|mask-|query-in",
+        "Training other than GPT pretraining is",
+        "",
+    ),
+    (r"encoder-|decoder-|vocab-extra", "Encoder-decoder models are", ""),
+    (
+        r"yarn-|mrope|rope-type|no-rope-freq|rotary-seq|relative-|window-",
+        "That kind of positions is",
+        "Use --position-embedding-type learned_absolute, rope or none",
+    ),
+    (
+        r"inprocess-|ft-|enable-ft|calc-ft|fault-injector|error-injection|adlr|rerun-|.*straggler",
+        "That fault handling is",
+        "",
+    ),
+    (r"otel-|one-logger|app-tag|run-workload", "That telemetry is", "Use --dllogger-json"),
+    (r"fake-process", "Fake process groups are", ""),
+)
+
+# (field, value) to (why, fix): values Megatron-LM has for flags that exist here.
+REFUSED_VALUES: dict[tuple[str, str], tuple[str, str]] = {
+    ("fp8_recipe", "mxfp8"): (
+        "MXFP8 scales are not in this release",
+        "Use --fp8-recipe delayed or tensorwise",
+    ),
+    ("fp8_recipe", "blockwise"): (
+        "Blockwise scales are not in this release",
+        "Use --fp8-recipe delayed or tensorwise",
+    ),
+    ("fp8_recipe", "custom"): (
+        "Custom quantizers are not in this release",
+        "Use --fp8-recipe delayed or tensorwise",
+    ),
+    ("transformer_impl", "inference_optimized"): (
+        "This project trains",
+        "Use --transformer-impl auto, native or transformer_engine",
+    ),
+    ("ckpt_format", "torch"): (
+        "Its files depend on the parallel layout",
+        "Use --ckpt-format torch_dist",
+    ),
+    ("ckpt_format", "torch_dcp"): (
+        "torch_dist is the DCP format here",
+        "Use --ckpt-format torch_dist",
+    ),
+    ("ckpt_format", "fsdp_dtensor"): (
+        "There is no FSDP here",
+        "Use --ckpt-format torch_dist",
+    ),
+    ("tokenizer_type", "TikTokenizer"): (
+        "TikTokenizer is not in this release",
+        "Use HuggingFaceTokenizer with the same model's tokenizer",
+    ),
+    ("position_embedding_type", "yarn"): (
+        "YaRN is not in this release",
+        "Use rope, with --use-rope-scaling for Llama 3.1's stretching",
+    ),
+}
+for _module in ("layernorm", "moe_act", "mla_up_proj", "mlp", "moe", "shared_experts"):
+    REFUSED_VALUES["recompute_modules", _module] = (
+        f"Recomputing {_module} alone is not in this release",
+        "Use core_attn, or --recompute-granularity full",
+    )
+for _optimizer in ("muon", "dist_muon", "adaptive_muon", "lion", "soap"):
+    REFUSED_VALUES["optimizer", _optimizer] = (
+        f"{_optimizer} is not in this release",
+        "Use --optimizer adam or sgd",
+    )
