@@ -312,9 +312,11 @@ def get_expert_data_parallel_rank() -> int:
 # FP8
 
 
-def get_amax_reduction_group(with_context_parallel: bool = True) -> Group:
+def get_amax_reduction_group(
+    with_context_parallel: bool = False, tp_only_amax_red: bool = False
+) -> Group:
     """Process group over which FP8 magnitudes are reduced; None if there is one rank.
 
-    The ranks are those of `--fp8-amax-reduction`, whatever `with_context_parallel` says.
+    `--fp8-amax-reduction` decided at start-up; the arguments exist so that Megatron's calls work.
     """
     return _axis("amax").group
