@@ -222,7 +222,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The norm alone, in the type in which the linear layer wants its input."""
-        out_dtype = torch.float32 if self.precision.wants_fp32_input else x.dtype
+        out_dtype = torch.float32 if self.precision.wants_fp32_norm else x.dtype
         if self.layer_norm_bias is None:
             return rms_norm(
                 x,
