@@ -1,0 +1,364 @@
+"""Saving under one arrangement of ranks and loading under another, with a small sharded model."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.dist_checkpointing import directory as place
+from megatron.core.dist_checkpointing import io
+from megatron.core.dist_checkpointing.peers import Peers
+from megatron.core.dist_checkpointing.shard import whole
+from megatron.core.errors import CheckpointError
+from megatron.core.mesh import MeshSizes, ParallelState
+from megatron.core.shards import gather_full, init_parameter, mark_sharded
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.progress import Progress
+from tests.distpool import run_ranks
+
+VOCAB = 10
+
+
+class Layer(nn.Module):
+    def __init__(self, tp):
+        super().__init__()
+        self.fc1 = nn.Linear(4, 16 // tp)
+        self.fc2 = nn.Linear(8 // tp, 4)
+        for parameter in self.fc1.parameters():
+            mark_sharded(parameter, 0, stride=2)
+        mark_sharded(self.fc2.weight, 1)
+
+
+class Model(nn.Module):
+    """Embedding padded to a multiple of 4 x TP rows, gated MLP layers, replicated norm."""
+
+    def __init__(self, tp, dtype):
+        super().__init__()
+        padded = -(-VOCAB // (4 * tp)) * 4 * tp
+        self.embedding = nn.Module()
+        self.embedding.word_embeddings = nn.Embedding(padded // tp, 4)
+        mark_sharded(self.embedding.word_embeddings.weight, 0)
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList(Layer(tp) for _ in range(3))
+        self.decoder.final_layernorm = nn.LayerNorm(4)
+        self.to(dtype)
+
+
+class Moments:
+    """An optimizer's state without its arithmetic."""
+
+    def __init__(self, model):
+        self.model = model
+        self.step = 0
+        self.state = {
+            name: {"param": p.detach().float(), "exp_avg": torch.zeros(p.shape)}
+            for name, p in model.named_parameters()
+        }
+
+    def named_state(self):
+        return iter(self.state.items())
+
+    def scalars(self):
+        return {"step": self.step}
+
+    def load_scalars(self, values):
+        self.step = values["step"]
+
+    def write_model_params(self):
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(self.state[name]["param"])
+
+    def reload_model_params(self):
+        for name, p in self.model.named_parameters():
+            self.state[name]["param"].copy_(p.detach())
+
+
+class Schedule:
+    def __init__(self):
+        self.samples = 0
+
+    def state_dict(self):
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state):
+        self.samples = state["samples"]
+
+
+class Scales:
+    def __init__(self, value):
+        self.state = {"recipe": "delayed", "layers": {"decoder.layers.0.fc1": value}}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+        return ["scales taken over"]
+
+
+def _arrays(node):
+    if isinstance(node, dict):
+        return {key: _arrays(value) for key, value in node.items()}
+    return node.numpy() if isinstance(node, torch.Tensor) else node
+
+
+def config(root, **fields):
+    values = {
+        "save": str(root), "load": str(root), "ckpt_step": None, "ckpt_format": "torch_dist",
+        "num_layers": 3, "no_save_optim": False, "no_save_rng": False, "no_load_optim": False,
+        "no_load_rng": False, "finetune": False, "exit_on_missing_checkpoint": False,
+        "fp8_amax_reduction": "tp-cp-dp", **fields,
+    }  # fmt: skip
+    names = ("num_layers", "hidden_size", "vocab_size")
+    plain = {k: values.get(k) for k in names}
+    from megatron.training import checkpoint_config
+
+    for name in checkpoint_config.ARCHITECTURE:
+        values.setdefault(name, None)
+    return SimpleNamespace(
+        **values, to_dict=lambda: {k: v for k, v in plain.items() if v}, given_dict=dict
+    )
+
+
+def parts(rank, world, tp, dtype=torch.bfloat16):
+    mesh = ParallelState.build(MeshSizes(world=world, tp=tp), rank, world)
+    model = Model(tp, dtype)
+    return mesh, model, Moments(model)
+
+
+def fill(mesh, model, optimizer):
+    """The same global values whatever the layout; padding rows get ones."""
+    for name, p in model.named_parameters():
+        rows = VOCAB if "word_embeddings" in name else None
+        for seed, tensor in enumerate(optimizer.state[name].values()):
+            init_parameter(_like(tensor, p), mesh.tp, lambda t: t.normal_(), seed, name, rows)
+    optimizer.write_model_params()
+    optimizer.step = 11
+
+
+def _like(tensor, param):
+    for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+        if hasattr(param, attribute):
+            setattr(tensor, attribute, getattr(param, attribute))
+    return tensor
+
+
+def everything(mesh, model, optimizer):
+    found = {}
+    for name, p in model.named_parameters():
+        for kind, tensor in {"model": p.detach(), **optimizer.state[name]}.items():
+            full = gather_full(tensor, p, mesh.tp)
+            full = full[:VOCAB] if "word_embeddings" in name else full
+            # As arrays: a tensor would travel as shared memory that dies with its rank.
+            found[f"{kind}.{name}"] = full.float().numpy()
+    return found
+
+
+def save(rank, world, tp, root):
+    mesh, model, optimizer = parts(rank, world, tp)
+    fill(mesh, model, optimizer)
+    schedule = Schedule()
+    schedule.samples = 70
+    save_checkpoint(
+        config(root), mesh, model=model, optimizer=optimizer, scheduler=schedule,
+        fp8=Scales(torch.arange(3.0)), progress=Progress(iteration=7, consumed_train_samples=70),
+    )  # fmt: skip
+    return everything(mesh, model, optimizer)
+
+
+def load(rank, world, tp, root, dtype=torch.bfloat16, **fields):
+    mesh, model, optimizer = parts(rank, world, tp, dtype)
+    for tensors in optimizer.state.values():
+        for tensor in tensors.values():
+            tensor.fill_(5.0)
+    progress, schedule, scales = Progress(), Schedule(), Scales(None)
+    lines = []
+    done = load_checkpoint(
+        config(root, **fields), mesh, model=model, optimizer=optimizer, scheduler=schedule,
+        fp8=scales, progress=progress, say=lines.append,
+    )  # fmt: skip
+    padding = model.embedding.word_embeddings.weight.detach()
+    first = mesh.tp.rank * padding.shape[0]
+    rest = padding[max(VOCAB - first, 0) :]
+    return {
+        "done": done, "state": everything(mesh, model, optimizer), "progress": progress,
+        "samples": schedule.samples, "step": optimizer.step, "scales": _arrays(scales.state),
+        "padding_is_zero": bool((rest == 0).all()), "lines": lines,
+    }  # fmt: skip
+
+
+ARRANGEMENTS = [(1, 1), (2, 2), (2, 1), (4, 2)]  # (ranks, TP): the rest is DP
+
+
+@pytest.mark.parametrize("source", ARRANGEMENTS, ids=str)
+def test_every_arrangement_loads_every_other(tmp_path, source):
+    world, tp = source
+    expected = run_ranks(save, world, tp, tmp_path)[0]
+    for other_world, other_tp in ARRANGEMENTS:
+        for result in run_ranks(load, other_world, other_tp, tmp_path):
+            assert result["done"]
+            assert set(result["state"]) == set(expected)
+            for key, value in expected.items():
+                assert np.array_equal(result["state"][key], value), (key, other_world, other_tp)
+            assert result["padding_is_zero"]
+            assert (result["progress"].iteration, result["progress"].consumed_train_samples) == (
+                7, 70
+            )  # fmt: skip
+            assert (result["samples"], result["step"]) == (70, 11)
+            layers = result["scales"]["layers"]
+            assert layers["decoder.layers.0.fc1"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_replicas_share_the_writing(tmp_path):
+    run_ranks(save, 2, 1, tmp_path)
+    sizes = [p.stat().st_size for p in (tmp_path / "iter_0000007").glob("*.distcp")]
+    assert len(sizes) == 2
+    assert min(sizes) > 0.2 * sum(sizes)
+
+
+def test_weights_only_loads(tmp_path):
+    expected = run_ranks(save, 2, 2, tmp_path)[0]
+    for fields in ({"finetune": True}, {"no_load_optim": True}):
+        (result,) = run_ranks(load, 1, 1, tmp_path, **fields)
+        for key, value in expected.items():
+            kind, name = key.split(".", 1)
+            if kind == "model":
+                assert np.array_equal(result["state"][key], value)
+                assert np.array_equal(result["state"][f"param.{name}"], value)
+        assert result["progress"].iteration == (0 if "finetune" in fields else 7)
+        assert (result["samples"], result["step"]) == (0, 0)
+
+
+def test_masters_reach_a_run_in_fp32_unrounded(tmp_path):
+    expected = run_ranks(save, 2, 2, tmp_path)[0]
+    (result,) = run_ranks(load, 1, 1, tmp_path, dtype=torch.float32)
+    for key, value in result["state"].items():
+        kind, name = key.split(".", 1)
+        if kind == "model":
+            assert np.array_equal(value, expected[f"param.{name}"])
+
+
+def test_lines_that_people_look_for(tmp_path, capfd):
+    run_ranks(save, 2, 2, tmp_path)
+    saved = capfd.readouterr().out
+    assert f"saving checkpoint at iteration       7 to {tmp_path} in torch_dist format" in saved
+    assert (
+        f"successfully saved checkpoint from iteration       7 to {tmp_path} [ t 1/2, p 1/1 ]"
+        in (saved)
+    )
+    first, second = run_ranks(load, 2, 2, tmp_path)
+    assert second["lines"] == []
+    text = "\n".join(first["lines"])
+    assert f" loading distributed checkpoint from {tmp_path}/iter_0000007 at iteration 7" in text
+    assert f"  successfully loaded checkpoint from {tmp_path}" in text
+    assert "0 missing" in text
+    assert "scales taken over" in text
+    assert "random state" not in text
+
+
+def test_nothing_to_load(tmp_path):
+    for result in run_ranks(load, 2, 2, tmp_path):
+        assert result["done"] is False
+    lines = run_ranks(load, 2, 2, tmp_path)[0]["lines"]
+    assert "WARNING: could not find the metadata file" in lines[0]
+    assert "will not load any checkpoints and will start from random" in lines[1]
+
+
+def refused(rank, world, *args, **kwargs):
+    try:
+        load(rank, world, *args, **kwargs)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def test_refusals_are_the_same_on_all_ranks(tmp_path):
+    assert "exit-on-missing" in "".join(
+        set(run_ranks(refused, 2, 2, tmp_path, exit_on_missing_checkpoint=True))
+    )
+    run_ranks(save, 2, 2, tmp_path)
+    (text,) = set(run_ranks(refused, 2, 2, tmp_path, num_layers=4))
+    assert "--num-layers is 3 in the checkpoint and 4 in this run" in text
+    file = next((tmp_path / "iter_0000007").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    (text,) = set(run_ranks(refused, 2, 2, tmp_path))
+    assert file.name in text
+
+
+def test_missing_tensors_are_listed(tmp_path):
+    cut = config(tmp_path, no_save_optim=True)
+
+    def without_optimizer(rank, world):
+        mesh, model, optimizer = parts(rank, world, 2)
+        save_checkpoint(
+            cut, mesh, model=model, optimizer=optimizer, scheduler=None, fp8=None,
+            progress=Progress(iteration=1),
+        )  # fmt: skip
+
+    run_ranks(without_optimizer, 2)
+    (text,) = set(run_ranks(refused, 2, 2, tmp_path))
+    assert "optimizer.state.exp_avg.decoder.layers.fc1.weight" in text
+    assert "--no-load-optim" in text
+    assert run_ranks(load, 2, 2, tmp_path, no_load_optim=True)[0]["done"]
+
+
+def test_random_state_returns_to_each_rank(tmp_path):
+    def draw():
+        return [random.random(), float(np.random.rand()), torch.rand(1).item()]
+
+    def saver(rank, world):
+        for module in (random, np.random):
+            module.seed(rank)
+        torch.manual_seed(rank)
+        save(rank, world, 1, tmp_path)
+        return draw()
+
+    def loader(rank, world):
+        lines = load(rank, world, 1, tmp_path)["lines"]
+        return draw(), lines
+
+    expected = run_ranks(saver, 2)
+    assert [r[0] for r in run_ranks(loader, 2)] == expected
+    assert "random state was not restored" in "".join(run_ranks(loader, 1)[0][1])
+
+
+def failing_save(rank, world, root, failing_rank):
+    mesh = ParallelState.build(MeshSizes(world=world), rank, world)
+    from megatron.core.dist_checkpointing import storage
+
+    if rank == failing_rank:
+
+        def full(self, data):
+            raise OSError(28, "No space left on device")
+
+        storage._ChecksumStream.write = full
+    tensors = {f"t{i}": whole(torch.ones(100)) for i in range(4)}
+    try:
+        io.save(root, 2, tensors, {}, Peers(mesh.world))
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path, failing_rank):
+    run_ranks(save, 2, 1, tmp_path)
+    first, second = run_ranks(failing_save, 2, tmp_path, failing_rank, timeout=20)
+    assert first == second
+    assert f"[rank {failing_rank}] No space left on device" in first
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000007", place.TRACKER_FILE]
+    assert place.find(tmp_path).iteration == 7
+
+
+def test_an_unwritable_place_is_an_error_on_all_ranks(tmp_path):
+    (tmp_path / "file").write_text("")
+    first, second = run_ranks(failing_save, 2, tmp_path / "file" / "x", -1, timeout=20)
+    assert first == second
+    assert "cannot be written to" in first
