@@ -47,7 +47,8 @@ class DataConfig:
     tokenizer_type: str | None = field(
         choices=TOKENIZER_TYPES,
         help="Kind of tokenizer.",
-        fallback="GPT2BPETokenizer with --vocab-file, else NullTokenizer",
+        fallback="GPT2BPETokenizer with --vocab-file, SentencePieceTokenizer for a .model file,"
+        " else NullTokenizer",
     )
     tokenizer_model: str | None = field(help="Tokenizer file, folder or name.")
     vocab_file: str | None = field(help="Vocabulary of a GPT-2 BPE tokenizer.")

@@ -194,6 +194,8 @@ def _derive_data(c: Draft) -> None:
     if c.tokenizer_type is None and not c.broken & {"tokenizer_type", "tokenizer_model"}:
         if c.vocab_file:
             c.values["tokenizer_type"] = "GPT2BPETokenizer"
+        elif (c.tokenizer_model or "").endswith(".model"):
+            c.values["tokenizer_type"] = "SentencePieceTokenizer"
         elif not c.tokenizer_model:
             c.values["tokenizer_type"] = "NullTokenizer"
     if c.tokenizer_type == "NullTokenizer" and c.vocab_size is None:

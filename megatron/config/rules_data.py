@@ -98,20 +98,13 @@ def tokenizer_has_its_files(c: Draft) -> Iterator[Problem]:
 
 @rule
 def saving_has_place_and_time(c: Draft) -> Iterator[Problem]:
-    """--save and --save-interval are given together."""
+    """--save comes with --save-interval."""
     if c.save is not None and c.save_interval is None:
         yield Problem(
             ("--save-interval", "--save"),
             f"nothing and {c.save}",
             "It must be known when to save",
             "Add --save-interval",
-        )
-    if c.save_interval is not None and c.save is None:
-        yield Problem(
-            ("--save", "--save-interval"),
-            f"nothing and {c.save_interval}",
-            "It must be known where to save",
-            "Add --save, or remove --save-interval",
         )
 
 
