@@ -163,6 +163,16 @@ class Fp8State:
             self.book.sync(axis)
         self.generation += 1
 
+    def discard(self) -> None:
+        """Forget the magnitudes of a step that is not taken; call it instead of `sync`.
+
+        Scales and histories stay as they were: an overflow must not freeze a scale for as long as
+        its infinity is in the history.
+        """
+        if self.book is not None:
+            self.book.history[0].zero_()
+        self.generation += 1
+
     @contextmanager
     def not_recording(self) -> Iterator[None]:
         """Casts inside the block leave no trace, as in evaluation."""
