@@ -46,6 +46,7 @@ class _ShardedLinear(nn.Module):
         out_features: int,
         *,
         build: Build,
+        local_shape: tuple[int, int],
         skip_bias_add: bool,
         is_expert: bool,
     ) -> None:
@@ -53,10 +54,11 @@ class _ShardedLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.skip_bias_add, self.is_expert = skip_bias_add, is_expert
         self.path = build.path
-        self.shard_axis = build.mesh.etp if is_expert else build.mesh.tp
         self.axis = Axis.single("etp") if is_expert else build.mesh.tp
         self.sequence_parallel = build.config.sequence_parallel and self.axis.size > 1
-        self.precision = build.fp8.for_linear(build.path)
+        self.precision = build.fp8.for_linear(
+            build.path, out_features=local_shape[0], in_features=local_shape[1]
+        )
 
     @property
     def fp8_meta(self) -> Any:
@@ -117,21 +119,24 @@ class ColumnParallelLinear(_ShardedLinear):
         partition_stride: int = 1,
         real_features: int | None = None,
     ) -> None:
+        shard_axis = build.mesh.etp if is_expert else build.mesh.tp
+        sections = shard_axis.size * partition_stride
+        local_out = _share(build.path, "output features", out_features, sections)
+        local_out *= partition_stride
         super().__init__(
             in_features,
             out_features,
             build=build,
+            local_shape=(local_out, in_features),
             skip_bias_add=skip_bias_add,
             is_expert=is_expert,
         )
         self.gather_output = gather_output
-        parts = self.shard_axis.size * partition_stride
-        local_out = _share(build.path, "output features", out_features, parts) * partition_stride
         self.weight = self._parameter((local_out, in_features), build)
         mark_sharded(self.weight, 0, partition_stride)
         init_parameter(
             self.weight,
-            self.shard_axis,
+            shard_axis,
             init_method,
             build.config.seed,
             f"{build.path}.weight",
@@ -273,19 +278,21 @@ class RowParallelLinear(_ShardedLinear):
         is_expert: bool = False,
         input_is_parallel: bool = True,
     ) -> None:
+        shard_axis = build.mesh.etp if is_expert else build.mesh.tp
+        local_in = _share(build.path, "input features", in_features, shard_axis.size)
         super().__init__(
             in_features,
             out_features,
             build=build,
+            local_shape=(out_features, local_in),
             skip_bias_add=skip_bias_add,
             is_expert=is_expert,
         )
         self.input_is_parallel = input_is_parallel
-        local_in = _share(build.path, "input features", in_features, self.shard_axis.size)
         self.weight = self._parameter((out_features, local_in), build)
         mark_sharded(self.weight, 1)
         init_parameter(
-            self.weight, self.shard_axis, init_method, build.config.seed, f"{build.path}.weight"
+            self.weight, shard_axis, init_method, build.config.seed, f"{build.path}.weight"
         )
         self.bias = self._zeros(out_features, build) if bias else None
         if self.sequence_parallel:

@@ -1,0 +1,51 @@
+"""The rank pool itself: results, failures, deaths and hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+from distpool import RankError, run_ranks
+
+
+def test_results_come_in_rank_order_and_closures_work():
+    base = 10
+    assert run_ranks(lambda rank, world, factor: base + rank * factor, 3, 2) == [10, 12, 14]
+
+
+def fail(rank, world):
+    if rank == 1:
+        raise ValueError("broken on purpose")
+    dist.barrier()
+
+
+def test_the_failing_rank_is_shown_first():
+    with pytest.raises(RankError, match=r"(?s)\A--- rank 1 of 2 ---.*broken on purpose"):
+        run_ranks(fail, 2)
+
+
+def die(rank, world):
+    if rank == 0:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_a_dead_rank_is_reported():
+    with pytest.raises(RankError, match="rank 0 died, exit code 3"):
+        run_ranks(die, 2)
+
+
+def sleep_forever(rank, world):
+    time.sleep(600)
+
+
+def test_a_hung_rank_shows_its_stack():
+    with pytest.raises(RankError, match=r"(?s)still running after 0.3 s.*sleep_forever"):
+        run_ranks(sleep_forever, 1, timeout=0.3)
+
+
+def test_ranks_are_independent_of_earlier_calls():
+    for _ in range(2):
+        assert run_ranks(lambda rank, world: dist.get_world_size(), 2) == [2, 2]
