@@ -60,6 +60,13 @@ class ExitWatch:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = max(self._received, number)
 
+    def interrupted(self) -> bool:
+        """Return whether a signal has reached any rank. Collective."""
+        if not self._handle_signals:
+            return False
+        flag = torch.tensor([float(self._received)], device=self._device)
+        return bool(all_reduce_(flag, self._world, "max").item())
+
     def reason(self, iteration: int) -> str | None:
         """Return why the run should end after `iteration`, None to go on. Collective.
 

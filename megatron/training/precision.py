@@ -1,0 +1,61 @@
+"""The precision table: what every GEMM of the model was asked to run in, and what it runs in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from megatron.core.errors import PrecisionError, complaint
+from megatron.core.fp8 import PrecisionRow
+from megatron.observe.events import PrecisionLine, PrecisionTable
+
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def summarize(rows: Iterable[PrecisionRow]) -> PrecisionTable:
+    """Return one line a group of equal rows.
+
+    Layers that differ by their number only share a line, and so do the GEMMs of a layer that run
+    alike.
+    """
+    by_layer: dict[str, list[PrecisionRow]] = {}
+    for row in rows:
+        by_layer.setdefault(row.path, []).append(row)
+    counts: dict[tuple[str, str, str, str, str, str], int] = {}
+    for path, own in by_layer.items():
+        alike = len({(r.requested, r.delivered, r.kernel, r.reason) for r in own}) == 1
+        for row in own[:1] if alike else own:
+            gemm = "all" if alike else row.gemm
+            module = _LAYER_NUMBER.sub("*", path)
+            key = (module, gemm, row.requested, row.delivered, row.kernel, row.reason)
+            counts[key] = counts.get(key, 0) + 1
+    return PrecisionTable(tuple(PrecisionLine(*key, count) for key, count in counts.items()))
+
+
+def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:
+    """Raise when a layer runs in less than what was asked for.
+
+    A layer that the configuration itself keeps out of FP8 (first and last layers, the output layer)
+    was not asked to run in FP8 and is no fallback.
+
+    Raises:
+        PrecisionError: Names every such layer.
+    """
+    fallen = [r for r in rows if r.is_fallback]
+    if not fallen:
+        return
+    kinds = {
+        (_LAYER_NUMBER.sub("*", r.path), r.requested, r.delivered, r.reason): None for r in fallen
+    }
+    listed = "; ".join(
+        f"{path} was to run in {wanted} and runs in {got} ({why or 'no reason given'})"
+        for path, wanted, got, why in kinds
+    )
+    raise PrecisionError(
+        complaint(
+            "--fp8-format",
+            f"{len(fallen)} GEMM(s) without FP8",
+            listed,
+            "Pass --fp8-allow-fallback to train like this all the same, or change what stops it",
+        )
+    )

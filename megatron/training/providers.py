@@ -1,0 +1,131 @@
+"""Build what a run consists of. Used by training, by tools and by tests."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.core.build import Build
+from megatron.core.datasets.source import Source, build_sources
+from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.dist_checkpointing import directory
+from megatron.core.dist_checkpointing.storage import Reader
+from megatron.core.distributed.ddp import DistributedDataParallel
+from megatron.core.fp8 import Fp8State
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MixedPrecisionOptimizer, build_optimizer, build_scheduler
+from megatron.core.optimizer.lr import ParamScheduler
+from megatron.core.shards import global_shape
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.training.checkpoint_config import read_common, saved_settings
+from megatron.training.initialize import Runtime
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model with everything that trains it.
+
+    Attributes:
+        model: The bare model; its parameter names are checkpoint names.
+        ddp: The same model with fp32 gradient buffers.
+        optimizer: Updates the parameters.
+        scheduler: Learning rate and weight decay.
+        fp8: FP8 state of the model's linear layers.
+        rng: Random streams of dropout.
+    """
+
+    model: GPTModel
+    ddp: DistributedDataParallel
+    optimizer: MixedPrecisionOptimizer
+    scheduler: ParamScheduler
+    fp8: Fp8State
+    rng: RngStreams
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The batches of each split; None for one that the run does not read."""
+
+    train: Source | None
+    valid: Source | None
+    test: Source | None
+
+    def close(self) -> None:
+        """Stop background threads."""
+        for source in (self.train, self.valid, self.test):
+            if source is not None:
+                source.close()
+
+
+def saved_config(load: str, step: int | None = None) -> dict[str, Any] | None:
+    """Return the settings that a checkpoint was made with, None where there is no checkpoint.
+
+    Args:
+        load: A checkpoint folder, or one of its ``iter_XXXXXXX`` folders.
+        step: Iteration to look at instead of the newest.
+
+    Raises:
+        CheckpointError: There is one and it is unusable.
+    """
+    found = directory.find(Path(load), step)
+    if found is None:
+        return None
+    return saved_settings(read_common(Reader(found.directory)))
+
+
+def with_tokenizer(runtime: Runtime) -> tuple[Runtime, Tokenizer]:
+    """Build the tokenizer and complete the configuration with its vocabulary size.
+
+    Raises:
+        DataError: The tokenizer cannot be built, or `--vocab-size` is too small for it.
+    """
+    cfg = runtime.config
+    tokenizer = build_tokenizer(cfg.data)
+    if cfg.padded_vocab_size is None:
+        runtime = replace(runtime, config=cfg.replace(vocab_size=tokenizer.vocab_size))
+    return runtime, tokenizer
+
+
+def build_gpt(cfg: RunConfig, runtime: Runtime) -> tuple[GPTModel, Fp8State, RngStreams]:
+    """Build the model alone, e.g. for a tool that only runs it.
+
+    Args:
+        cfg: The configuration; `padded_vocab_size` must be known (see `with_tokenizer`).
+        runtime: Mesh, backend and device.
+    """
+    fp8 = Fp8State.from_config(cfg, runtime.device)
+    rng = RngStreams(cfg.seed, runtime.mesh, runtime.device)
+    build = Build(
+        config=cfg,
+        mesh=runtime.mesh,
+        backend=runtime.backend,
+        fp8=fp8,
+        rng=rng,
+        device=runtime.device,
+    )
+    return GPTModel(build), fp8, rng
+
+
+def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
+    """Build the model, its gradient buffers, the optimizer and the scheduler."""
+    model, fp8, rng = build_gpt(cfg, runtime)
+    ddp = DistributedDataParallel(
+        model, runtime.mesh.dp_cp, expert_dp_axis=runtime.mesh.edp, reduce_dtype=torch.float32
+    )
+    optimizer = build_optimizer(cfg, model, runtime.mesh)
+    return Parts(model, ddp, optimizer, build_scheduler(cfg, optimizer), fp8, rng)
+
+
+def count_parameters(model: torch.nn.Module, tp_size: int) -> int:
+    """Return the parameters of the whole model, of which this rank may hold a part."""
+    return sum(math.prod(global_shape(p, tp_size)) for p in model.parameters())
+
+
+def setup_sources(cfg: RunConfig, tokenizer: Tokenizer, runtime: Runtime) -> Sources:
+    """Build the training, validation and test batches. Collective: every rank calls it."""
+    return Sources(*build_sources(cfg, tokenizer, runtime.mesh))

@@ -1,0 +1,352 @@
+"""A training run from the first line of its log to the last."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from megatron.config import RunConfig
+from megatron.core.errors import TrainingError, complaint
+from megatron.observe.bus import Bus
+from megatron.observe.events import (
+    CheckpointSaved,
+    EvalEnd,
+    Message,
+    RunEnd,
+    RunStart,
+    StepEnd,
+)
+from megatron.observe.lines import stamp
+from megatron.observe.sinks import build_sinks
+from megatron.training import precision
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.flops import flops_per_iteration
+from megatron.training.initialize import Runtime
+from megatron.training.memory import measure, theoretical_bytes
+from megatron.training.progress import Progress
+from megatron.training.providers import (
+    Parts,
+    Sources,
+    count_parameters,
+    setup_model,
+    setup_sources,
+    with_tokenizer,
+)
+from megatron.training.signals import ExitWatch
+from megatron.training.step import StepOutcome, TrainStep, evaluate
+
+# A run whose loss or gradients are not finite this many times in a row does not recover.
+MAX_BAD_STEPS = 3
+
+
+class Trainer:
+    """Trains one model.
+
+    Args:
+        runtime: The started process.
+        notices: Lines about the configuration that the user should see once.
+    """
+
+    def __init__(self, runtime: Runtime, notices: tuple[str, ...] = ()) -> None:
+        self._runtime, self._tokenizer = with_tokenizer(runtime)
+        self.config: RunConfig = self._runtime.config
+        self.mesh = runtime.mesh
+        self.progress = Progress()
+        self.last_checkpoint = ""
+        self._notices = notices
+        self._bad_steps = 0
+        self._flops = flops_per_iteration(self.config)
+        self._saved_at: int | None = None
+        self._parts: Parts | None = None
+        self._step: TrainStep | None = None
+        sinks, incidents = build_sinks(self.config, self.mesh.rank)
+        self.bus = Bus(
+            sinks,
+            log_interval=self.config.log_interval,
+            world=self.mesh.world,
+            device=runtime.device,
+        )
+        for incident in incidents:
+            self.bus.emit(incident)
+
+    @property
+    def parts(self) -> Parts:
+        """Model, optimizer and the rest.
+
+        Raises:
+            TrainingError: `setup` has not been called.
+        """
+        if self._parts is None:
+            raise TrainingError(complaint("Trainer", "no model", "It is not set up", "Call run()"))
+        return self._parts
+
+    def where(self) -> str:
+        """Return this rank and its place in the run, for messages about failures."""
+        place = f"{self.mesh.label()}, iteration {self.progress.iteration + 1}"
+        action = self._step.current if self._step else ""
+        return f"{place}, {action}" if action else place
+
+    def run(self) -> int:
+        """Set up, train to the end or to a reason to stop, and return the exit code.
+
+        Raises:
+            MegatronError: The run cannot start or cannot go on.
+        """
+        watch = ExitWatch(self.config, self.mesh.world, self._runtime.device, self._runtime.started)
+        try:
+            with watch, self._collected_by_hand():
+                sources = self._setup()
+                try:
+                    return self._train(sources, watch)
+                finally:
+                    sources.close()
+        finally:
+            self.bus.close()
+
+    # -- before the first step ------------------------------------------------------------------
+
+    def _setup(self) -> Sources:
+        cfg, runtime = self.config, self._runtime
+        for notice in self._notices:
+            self._say(f"NOTE: {notice}")
+        self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
+        self._parts = setup_model(cfg, runtime)
+        if cfg.load is not None:
+            loaded = load_checkpoint(
+                cfg,
+                self.mesh,
+                model=self._parts.model,
+                optimizer=self._parts.optimizer,
+                scheduler=self._parts.scheduler,
+                fp8=self._parts.fp8,
+                progress=self.progress,
+                say=self._say,
+            )
+            if loaded:
+                self.last_checkpoint = str(cfg.load)
+                self._saved_at = self.progress.iteration
+        self._describe()
+        self._stamp("after model, optimizer, and learning rate scheduler are built")
+        sources = setup_sources(cfg, self._tokenizer, runtime)
+        self._describe_data(sources)
+        self._stamp("after dataloaders are built")
+        self._say("done with setup ...")
+        return sources
+
+    def _describe(self) -> None:
+        """Show the settings, the memory estimate and the precision of every layer."""
+        cfg, parts = self.config, self.parts
+        self.bus.emit(
+            RunStart(
+                config=cfg.to_dict(),
+                world_size=self.mesh.world.size,
+                device=str(self._runtime.device.type),
+                backend=self._runtime.backend.name,
+                backend_reason=self._runtime.backend_reason,
+                parameters=count_parameters(parts.model, self.mesh.tp.size),
+                flops_per_iteration=self._flops,
+                iteration=self.progress.iteration,
+            )
+        )
+        weights, activations = (n / 2**20 for n in theoretical_bytes(cfg))
+        self._say(
+            f"Theoretical memory footprints: weight and optimizer={weights:.2f} MB, "
+            f"activation={activations:.2f} MB, total={weights + activations:.2f} MB"
+        )
+        rows = parts.model.named_precision_rows()
+        self.bus.emit(precision.summarize(rows))
+        if not cfg.fp8_allow_fallback:
+            precision.refuse_fallback(rows)
+
+    def _describe_data(self, sources: Sources) -> None:
+        lines = [" > datasets target sizes (minimum size):"]
+        for source in (sources.train, sources.valid, sources.test):
+            if source is not None:
+                lines += [f"    {line}" for line in source.report().splitlines()]
+        self._say("\n".join(lines))
+
+    @contextlib.contextmanager
+    def _collected_by_hand(self) -> Iterator[None]:
+        """With ``--manual-gc``, let Python collect garbage only where all ranks do."""
+        if not self.config.manual_gc:
+            yield
+            return
+        gc.disable()
+        gc.collect()
+        try:
+            yield
+        finally:
+            gc.enable()
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def _train(self, sources: Sources, watch: ExitWatch) -> int:
+        cfg, progress = self.config, self.progress
+        if sources.train is None:
+            raise TrainingError(
+                complaint("data", "no training split", "There is nothing to train on", "Give one")
+            )
+        self._step = TrainStep(cfg, self._runtime, self.parts, sources.train)
+        self._say("training ...")
+        self._stamp("before the start of training step")
+        self.parts.ddp.train()
+        self.bus.start()
+        first = progress.iteration
+        while progress.iteration < cfg.train_iters:
+            outcome = self._step.run(progress.iteration + 1, progress.consumed_train_samples)
+            self._account(outcome)
+            if progress.iteration - first <= 2 and self.mesh.dp.rank == 0:
+                self.bus.emit(measure(self.mesh.rank, progress.iteration, self._runtime.device))
+            self._stop_when_hopeless(outcome)
+            if cfg.eval_interval and progress.iteration % cfg.eval_interval == 0:
+                self._evaluate_valid(sources, f"iteration {progress.iteration}", watch)
+            if cfg.manual_gc_interval and progress.iteration % cfg.manual_gc_interval == 0:
+                gc.collect()
+            reason = watch.reason(progress.iteration)
+            if reason is not None:
+                return self._leave_early(reason)
+            if cfg.save and cfg.save_interval and progress.iteration % cfg.save_interval == 0:
+                self._save()
+        return self._finish(sources, watch)
+
+    def _account(self, outcome: StepOutcome) -> None:
+        """Advance the counters and report the step."""
+        cfg, progress, update = self.config, self.progress, outcome.update
+        progress.iteration += 1
+        progress.consumed_train_samples += cfg.global_batch_size
+        progress.floating_point_operations_so_far += self._flops
+        nan = not update.success and not outcome.loss_is_finite
+        progress.skipped_iterations += not update.success
+        progress.nan_iterations += nan
+        iteration = progress.iteration
+        due = self.bus.is_due(iteration) or cfg.tensorboard_dir is not None
+        wants_norm = cfg.log_params_norm and due
+        self.bus.emit(
+            StepEnd(
+                iteration=iteration,
+                train_iters=cfg.train_iters,
+                consumed_samples=progress.consumed_train_samples,
+                losses={"lm loss": outcome.loss} if update.success else {},
+                learning_rate=self.parts.scheduler.learning_rate(),
+                global_batch_size=cfg.global_batch_size,
+                tokens=cfg.global_batch_size * cfg.seq_length,
+                flops=self._flops,
+                loss_scale=self.parts.optimizer.loss_scale.value,
+                grad_norm=update.grad_norm if update.success else None,
+                num_zeros=update.num_zeros,
+                params_norm=self.parts.optimizer.params_norm() if wants_norm else None,
+                skipped=not update.success,
+                nan=nan,
+            )
+        )
+
+    def _stop_when_hopeless(self, outcome: StepOutcome) -> None:
+        """Count steps in a row that could not be taken and stop after a few.
+
+        With a dynamic loss scale, gradients that overflow are part of the search for the scale;
+        only a loss that is not finite counts there.
+
+        Raises:
+            TrainingError: Too many in a row; on every rank, because all see the same figures.
+        """
+        searching = self.config.fp16 and outcome.loss_is_finite
+        if outcome.update.success or searching:
+            self._bad_steps = 0
+            return
+        self._bad_steps += 1
+        if self._bad_steps < MAX_BAD_STEPS:
+            return
+        what = "loss" if not outcome.loss_is_finite else "gradient norm"
+        last = self.last_checkpoint or "none"
+        raise TrainingError(
+            complaint(
+                what,
+                "nan or inf",
+                f"Iterations {self.progress.iteration - MAX_BAD_STEPS + 1} to "
+                f"{self.progress.iteration} were not finite and were skipped. "
+                f"Last good checkpoint: {last}",
+                "Resume from it with a lower learning rate or another precision",
+            )
+        )
+
+    def _evaluate_valid(self, sources: Sources, prefix: str, watch: ExitWatch) -> None:
+        """Evaluate the validation split and show the result."""
+        cfg, progress = self.config, self.progress
+        if sources.valid is None:
+            return
+        collect = cfg.manual_gc and cfg.manual_gc_eval
+        if collect:
+            gc.collect()
+        with self.bus.paused():
+            loss = evaluate(
+                cfg,
+                self._runtime,
+                self.parts,
+                sources.valid,
+                progress.consumed_valid_samples,
+                watch.interrupted,
+            )
+        if collect:
+            gc.collect()
+        if loss is not None:
+            progress.consumed_valid_samples += cfg.eval_iters * cfg.global_batch_size
+            self._report_evaluation(prefix, loss)
+
+    def _report_evaluation(self, prefix: str, loss: float) -> None:
+        done = self.progress
+        losses = {"lm loss": loss}
+        self.bus.emit(EvalEnd(prefix, done.iteration, losses, done.consumed_train_samples))
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Write a checkpoint unless this iteration has one already."""
+        if not self.config.save or self._saved_at == self.progress.iteration:
+            return
+        parts = self.parts
+        with self.bus.paused():
+            path: Path = save_checkpoint(
+                self.config,
+                self.mesh,
+                model=parts.model,
+                optimizer=parts.optimizer,
+                scheduler=parts.scheduler,
+                fp8=parts.fp8,
+                progress=self.progress,
+                say=self._say,
+            )
+        self._saved_at = self.progress.iteration
+        self.last_checkpoint = str(path)
+        self.bus.emit(CheckpointSaved(self.progress.iteration, str(path)))
+
+    def _leave_early(self, reason: str) -> int:
+        self._save()
+        self._stamp(reason)
+        self.bus.emit(RunEnd(self.progress.iteration, reason, 0, self.last_checkpoint))
+        return 0
+
+    def _finish(self, sources: Sources, watch: ExitWatch) -> int:
+        """Save, then evaluate validation and test data a last time."""
+        cfg, progress = self.config, self.progress
+        self._stamp("after training is done")
+        self._save()
+        if cfg.eval_interval and cfg.eval_iters:
+            place = f"iteration {progress.iteration} on"
+            self._evaluate_valid(sources, f"{place} validation set", watch)
+            if sources.test is not None:
+                loss = evaluate(cfg, self._runtime, self.parts, sources.test, 0)
+                if loss is not None:
+                    self._report_evaluation(f"{place} test set", loss)
+        self.bus.emit(RunEnd(progress.iteration, "done", 0, self.last_checkpoint))
+        return 0
+
+    # -- words ----------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        self.bus.emit(Message(text))
+
+    def _stamp(self, stage: str) -> None:
+        self._say(stamp(stage, datetime.now()))
