@@ -51,7 +51,7 @@ class Quantizer(ABC):
         """
 
     def record(self, amax: torch.Tensor | None) -> None:
-        """Note the magnitude of a cast tensor for later scales; a recipe without memory does not."""
+        """Note the magnitude of a cast tensor for later scales, if the recipe has a memory."""
         del amax
 
     def rowwise(self, x: torch.Tensor, *, axis: Axis | None = None) -> QuantizedTensor:

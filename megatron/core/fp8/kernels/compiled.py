@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic as _numba_intrinsic
 
-from megatron.core.fp8.formats import Fp8Format, code_values
+from megatron.core.fp8.formats import Fp8Format
 from megatron.core.fp8.kernels.plain import rounding_constants
 
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = _numba_intrinsic
@@ -27,45 +27,112 @@ intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = _numba_intrinsic
 _PARALLEL_FROM = 1 << 18  # elements; below this a second thread costs more than it saves
 
 
-@intrinsic
-def _float_of(typingctx: Any, bits: Any) -> Any:
-    """The float32 with these bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
+# The bodies below are written in LLVM terms: numba widens small integers to 64 bits, which keeps
+# the loops from vectorising (ten times slower).
+_I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
-@intrinsic
-def _bits_of(typingctx: Any, value: Any) -> Any:
-    """The bits of a float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
+def _i32(value: int) -> ir.Constant:
+    return ir.Constant(_I32, value)
 
 
 @intrinsic
-def _round(typingctx: Any, v: Any, floor: Any, offset: Any) -> Any:
-    """Round a clamped float32 to the grid; returns bits, sign of `v` kept.
-
-    Written in LLVM terms so that 32-bit integers stay 32 bits wide and the loop vectorises.
-    """
+def _max_magnitude(typingctx: Any, largest: Any, raw: Any) -> Any:
+    """The larger of a running magnitude and a value's, as bits; NaN counts as zero."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        i32, f32 = ir.IntType(32), ir.FloatType()
-        value, low, add = args
-        bits = builder.bitcast(value, i32)
-        field = builder.and_(bits, ir.Constant(i32, 0x7F800000))
-        field = builder.select(builder.icmp_unsigned(">", field, low), field, low)
-        c = builder.bitcast(builder.add(field, add), f32)
-        q = builder.bitcast(builder.fsub(builder.fadd(value, c), c), i32)
-        sign = builder.and_(bits, ir.Constant(i32, 0x80000000))
-        return builder.or_(q, sign)
+        running, bits = args
+        infinity = 0x7F80 if signature.return_type == types.uint16 else 0x7F800000
+        kind = bits.type
+        mask = ir.Constant(kind, 0x7FFF if kind == _I16 else 0x7FFFFFFF)
+        a = builder.and_(bits, mask)
+        is_nan = builder.icmp_unsigned(">", a, ir.Constant(kind, infinity))
+        a = builder.select(is_nan, ir.Constant(kind, 0), a)
+        return builder.select(builder.icmp_unsigned(">", a, running), a, running)
 
-    return types.uint32(types.float32, types.uint32, types.uint32), codegen
+    return raw(raw, raw), codegen
+
+
+def _emit_round(builder: Any, value: Any, constants: Any) -> Any:
+    """bf16 bits of a float32 times scale, clamped and rounded to the grid; sign kept."""
+    scale, top, floor, offset = constants
+    v = builder.fmul(value, scale)
+    bottom = builder.fsub(ir.Constant(_F32, -0.0), top)
+    v = builder.select(builder.fcmp_ordered(">", v, top), top, v)  # NaN compares false and stays
+    v = builder.select(builder.fcmp_ordered("<", v, bottom), bottom, v)
+    bits = builder.bitcast(v, _I32)
+    field = builder.and_(bits, _i32(0x7F800000))
+    field = builder.select(builder.icmp_unsigned(">", field, floor), field, floor)
+    c = builder.bitcast(builder.add(field, offset), _F32)
+    q = builder.bitcast(builder.fsub(builder.fadd(v, c), c), _I32)
+    q = builder.or_(q, builder.and_(bits, _i32(0x80000000)))
+    return builder.trunc(builder.lshr(q, _i32(16)), _I16)
+
+
+@intrinsic
+def _round_one(typingctx: Any, raw: Any, scale: Any, top: Any, floor: Any, offset: Any) -> Any:
+    """One grid value (bf16 bits) from the bits of a bf16 or fp32 value."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        raw_bits, *constants = args
+        if raw_bits.type == _I16:
+            raw_bits = builder.shl(builder.zext(raw_bits, _I32), _i32(16))
+        return _emit_round(builder, builder.bitcast(raw_bits, _F32), constants)
+
+    return types.uint16(raw, types.float32, types.float32, types.uint32, types.uint32), codegen
+
+
+@intrinsic
+def _encode_one(
+    typingctx: Any, raw: Any, per_step: Any, shift: Any, rebias: Any, minimum: Any, special: Any
+) -> Any:
+    """The code of a grid value held in bf16; `special` is the NaN code and 256 times inf's."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits, step, right, base, smallest, codes = args
+        bits = builder.zext(bits, _I32)
+        a = builder.and_(bits, _i32(0x7FFF))
+        value = builder.bitcast(builder.shl(a, _i32(16)), _F32)
+        is_small = builder.icmp_unsigned("<", a, smallest)
+        value = builder.select(is_small, value, ir.Constant(_F32, 0.0))
+        small = builder.fptosi(builder.fmul(value, step), _I32)
+        code = builder.select(is_small, small, builder.sub(builder.lshr(a, right), base))
+        is_inf = builder.icmp_unsigned("==", a, _i32(0x7F80))
+        code = builder.select(is_inf, builder.lshr(codes, _i32(8)), code)
+        code = builder.or_(code, builder.and_(builder.lshr(bits, _i32(8)), _i32(0x80)))
+        is_nan = builder.icmp_unsigned(">", a, _i32(0x7F80))
+        return builder.trunc(builder.select(is_nan, codes, code), _I8)
+
+    kinds = (types.float32, types.uint32, types.uint32, types.uint32, types.uint32)
+    return types.uint8(types.uint16, *kinds), codegen
+
+
+@intrinsic
+def _decode_one(
+    typingctx: Any, raw: Any, step: Any, shift: Any, rebias: Any, minimum: Any, special: Any
+) -> Any:
+    """The grid value, as bf16 bits, of a code; `special` holds the NaN and inf codes as above."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code, unit, left, base, smallest, codes = args
+        code = builder.zext(code, _I32)
+        a = builder.and_(code, _i32(0x7F))
+        small = builder.bitcast(builder.fmul(builder.sitofp(a, _F32), unit), _I32)
+        small = builder.lshr(small, _i32(16))
+        bits = builder.shl(builder.add(a, base), left)
+        bits = builder.select(builder.icmp_unsigned("<", a, smallest), small, bits)
+        largest = builder.lshr(codes, _i32(16))
+        is_above = builder.icmp_unsigned(">", a, largest)
+        is_inf = builder.icmp_unsigned(
+            "==", a, builder.and_(builder.lshr(codes, _i32(8)), _i32(0xFF))
+        )
+        beyond = builder.select(is_inf, _i32(0x7F80), _i32(0x7FC0))
+        bits = builder.select(is_above, beyond, bits)
+        sign = builder.shl(builder.and_(code, _i32(0x80)), _i32(8))
+        return builder.trunc(builder.or_(bits, sign), _I16)
+
+    kinds = (types.float32, types.uint32, types.uint32, types.uint32, types.uint32)
+    return types.uint16(types.uint8, *kinds), codegen
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,79 +144,46 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_compile
-def _amax_bf16(src: np.ndarray) -> Any:
-    largest = np.uint16(0)
+def _amax_loop(src: np.ndarray, zero: Any) -> Any:
+    largest = zero
     for i in range(src.size):
-        a = src[i] & np.uint16(0x7FFF)
-        a = a if a <= np.uint16(0x7F80) else np.uint16(0)
-        largest = a if a > largest else largest
-    return np.uint32(largest) << np.uint32(16)
-
-
-@_compile
-def _amax_f32(src: np.ndarray) -> Any:
-    largest = np.uint32(0)
-    for i in range(src.size):
-        a = src[i] & np.uint32(0x7FFFFFFF)
-        a = a if a <= np.uint32(0x7F800000) else np.uint32(0)
-        largest = a if a > largest else largest
+        largest = _max_magnitude(largest, src[i])
     return largest
 
 
 @_compile
-def _round_bf16(
-    src: np.ndarray, dst: np.ndarray, scale: float, top: float, floor: int, offset: int
-) -> Any:
-    largest = np.uint16(0)
-    for i in range(src.size):
-        raw = src[i]
-        a = raw & np.uint16(0x7FFF)
-        a = a if a <= np.uint16(0x7F80) else np.uint16(0)
-        largest = a if a > largest else largest
-        v = _float_of(np.uint32(raw) << np.uint32(16)) * scale
-        v = top if v > top else v
-        v = -top if v < -top else v
-        dst[i] = np.uint16(_round(v, floor, offset) >> np.uint32(16))
-    return np.uint32(largest) << np.uint32(16)
-
-
-@_compile
-def _round_f32(
-    src: np.ndarray, dst: np.ndarray, scale: float, top: float, floor: int, offset: int
-) -> Any:
-    largest = np.uint32(0)
-    for i in range(src.size):
-        raw = src[i]
-        a = raw & np.uint32(0x7FFFFFFF)
-        a = a if a <= np.uint32(0x7F800000) else np.uint32(0)
-        largest = a if a > largest else largest
-        v = _float_of(raw) * scale
-        v = top if v > top else v
-        v = -top if v < -top else v
-        dst[i] = np.uint16(_round(v, floor, offset) >> np.uint32(16))
-    return largest
-
-
-@_compile
-def _encode(
-    src: np.ndarray, dst: np.ndarray, per_step: float, shift: int, rebias: int, limits: np.ndarray
+def _round_loop(
+    src: np.ndarray, dst: np.ndarray, scale: Any, top: Any, floor: Any, offset: Any
 ) -> None:
-    minimum, nan_code, inf_code = limits[0], limits[1], limits[2]
     for i in range(src.size):
-        raw = np.uint32(src[i])
-        a = raw & np.uint32(0x7FFF)
-        small = np.uint32(np.int32(_float_of(a << np.uint32(16)) * per_step))
-        code = (a >> shift) - rebias
-        code = small if a < minimum else code
-        code = inf_code if a == np.uint32(0x7F80) else code
-        code = code | ((raw >> np.uint32(8)) & np.uint32(0x80))
-        dst[i] = np.uint8(nan_code if a > np.uint32(0x7F80) else code)
+        dst[i] = _round_one(src[i], scale, top, floor, offset)
 
 
 @_compile
-def _decode(src: np.ndarray, dst: np.ndarray, table: np.ndarray) -> None:
+def _round_amax_loop(
+    src: np.ndarray, dst: np.ndarray, zero: Any, scale: Any, top: Any, floor: Any, offset: Any
+) -> Any:
+    largest = zero
     for i in range(src.size):
-        dst[i] = table[src[i]]
+        largest = _max_magnitude(largest, src[i])
+        dst[i] = _round_one(src[i], scale, top, floor, offset)
+    return largest
+
+
+@_compile
+def _encode_loop(
+    src: np.ndarray, dst: np.ndarray, step: Any, shift: Any, base: Any, low: Any, special: Any
+) -> None:
+    for i in range(src.size):
+        dst[i] = _encode_one(src[i], step, shift, base, low, special)
+
+
+@_compile
+def _decode_loop(
+    src: np.ndarray, dst: np.ndarray, step: Any, shift: Any, base: Any, low: Any, special: Any
+) -> None:
+    for i in range(src.size):
+        dst[i] = _decode_one(src[i], step, shift, base, low, special)
 
 
 @cache
@@ -176,19 +210,23 @@ def _flat(x: torch.Tensor) -> np.ndarray:
     return x.view(-1).view(kind).numpy()
 
 
-def _magnitude(bits: list[int]) -> torch.Tensor:
-    return torch.tensor(max(int(b) for b in bits), dtype=torch.int32).view(torch.float32)
+def _magnitude(parts: list[Any]) -> torch.Tensor:
+    """fp32 0-dim from the bits of the largest magnitude of each range (bf16 or fp32 bits)."""
+    largest = max(int(part) for part in parts)
+    if parts[0].itemsize == 2:
+        largest <<= 16
+    return torch.tensor(largest, dtype=torch.int32).view(torch.float32)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """See `kernels.amax`."""
     src = _flat(x.detach().contiguous())
-    loop = _amax_bf16 if x.dtype == torch.bfloat16 else _amax_f32
-    return _magnitude(_run(src.size, lambda a, b: loop(src[a:b])))
+    zero = src.dtype.type(0)
+    return _magnitude(_run(src.size, lambda a, b: src.dtype.type(_amax_loop(src[a:b], zero))))
 
 
 @cache
-def _constants(fmt: Fp8Format) -> tuple[Any, Any, Any]:
+def _rounding(fmt: Fp8Format) -> tuple[Any, Any, Any]:
     floor, offset = rounding_constants(fmt)
     return np.float32(fmt.max), np.uint32(floor), np.uint32(offset)
 
@@ -196,39 +234,57 @@ def _constants(fmt: Fp8Format) -> tuple[Any, Any, Any]:
 def round_to_grid(
     x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format, want_amax: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See `kernels.round_to_grid`. The magnitude costs nothing extra here."""
+    """See `kernels.round_to_grid`."""
     source = x.detach().contiguous()
     out = torch.empty_like(source, dtype=torch.bfloat16)
     src, dst = _flat(source), _flat(out)
-    factor, (top, floor, offset) = np.float32(scale.item()), _constants(fmt)
-    loop = _round_bf16 if x.dtype == torch.bfloat16 else _round_f32
-    bits = _run(src.size, lambda a, b: loop(src[a:b], dst[a:b], factor, top, floor, offset))
-    return out, _magnitude(bits) if want_amax else None
+    factor, constants = np.float32(scale.item()), _rounding(fmt)
+    if not want_amax:
+        _run(src.size, lambda a, b: _round_loop(src[a:b], dst[a:b], factor, *constants))
+        return out, None
+    kind = src.dtype.type
+
+    def both(a: int, b: int) -> Any:
+        return kind(_round_amax_loop(src[a:b], dst[a:b], kind(0), factor, *constants))
+
+    return out, _magnitude(_run(src.size, both))
+
+
+def _coding(fmt: Fp8Format, step: float) -> tuple[Any, ...]:
+    """What the loops between held values and codes need to know of a format."""
+    return (
+        np.float32(step),
+        np.uint32(7 - fmt.mantissa_bits),
+        np.uint32((127 - fmt.bias) << fmt.mantissa_bits),
+    )
+
+
+@cache
+def _encoding(fmt: Fp8Format) -> tuple[Any, ...]:
+    low, special = (127 - fmt.bias + 1) << 7, fmt.nan_code | fmt.inf_code << 8
+    return *_coding(fmt, 1.0 / fmt.min_subnormal), np.uint32(low), np.uint32(special)
+
+
+@cache
+def _decoding(fmt: Fp8Format) -> tuple[Any, ...]:
+    has_inf = fmt.inf_code != fmt.max_code
+    special = fmt.nan_code | (fmt.inf_code if has_inf else 0xFF) << 8 | fmt.max_code << 16
+    return *_coding(fmt, fmt.min_subnormal), np.uint32(1 << fmt.mantissa_bits), np.uint32(special)
 
 
 def encode(held: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """See `kernels.encode`."""
     source = held.detach().contiguous()
     out = torch.empty_like(source, dtype=torch.uint8)
-    src, dst = _flat(source), _flat(out)
-    per_step = np.float32(1.0 / fmt.min_subnormal)
-    shift = np.uint32(7 - fmt.mantissa_bits)
-    rebias = np.uint32((127 - fmt.bias) << fmt.mantissa_bits)
-    minimum = (127 - fmt.bias + 1) << 7
-    limits = np.array([minimum, fmt.nan_code, fmt.inf_code], dtype=np.uint32)
-    _run(src.size, lambda a, b: _encode(src[a:b], dst[a:b], per_step, shift, rebias, limits))
+    src, dst, constants = _flat(source), _flat(out), _encoding(fmt)
+    _run(src.size, lambda a, b: _encode_loop(src[a:b], dst[a:b], *constants))
     return out
-
-
-@cache
-def _table(fmt: Fp8Format) -> np.ndarray:
-    return _flat(code_values(fmt).to(torch.bfloat16))
 
 
 def decode(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """See `kernels.decode`."""
     source = codes.detach().contiguous()
     out = torch.empty_like(source, dtype=torch.bfloat16)
-    src, dst, table = _flat(source), _flat(out), _table(fmt)
-    _run(src.size, lambda a, b: _decode(src[a:b], dst[a:b], table))
+    src, dst, constants = _flat(source), _flat(out), _decoding(fmt)
+    _run(src.size, lambda a, b: _decode_loop(src[a:b], dst[a:b], *constants))
     return out

@@ -1,8 +1,8 @@
 """The kernels in plain torch, in chunks that stay in cache.
 
-Rounding by arithmetic: let `e` be the exponent field of `v`, not below that of the format's
-smallest normal value, and `c` the float with exponent `e + 23 - M` and mantissa 1.5. Then
-`(v + c) - c` in fp32 is `v` rounded to `M` mantissa bits, ties to even, subnormals included.
+Rounding by arithmetic: let `p` be the power of two in `v`, not below the format's smallest normal
+value, and `c = 1.5 * 2**(23 - M) * p`. Then `(v + c) - c` in fp32 is `v` rounded to `M` mantissa
+bits, ties to even, subnormals included.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import threading
 
 import torch
 
-from megatron.core.fp8.formats import Fp8Format, code_values
+from megatron.core.fp8.formats import Fp8Format
 
 _CHUNK = 1 << 16  # elements a thread works on at once: 256 KiB of fp32 a buffer
-_EXPONENT = 0x7F800000
+# As tensors: a Python number would be wrapped anew at every call.
+_EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32)
+_SIGN_16 = torch.tensor(-0x8000, dtype=torch.int16)
+_SIGN_32 = torch.tensor(-0x80000000, dtype=torch.int32)
 
-_scratch = threading.local()
+_local = threading.local()
 
 
 def rounding_constants(fmt: Fp8Format) -> tuple[int, int]:
@@ -38,22 +41,49 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     return largest
 
 
-def _buffers(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two fp32 scratch chunks of this thread."""
-    if not hasattr(_scratch, "pair"):
-        _scratch.pair = torch.empty(2, _CHUNK)
-    return _scratch.pair[0, :size], _scratch.pair[1, :size]
+class _Scratch:
+    """Working memory of one thread for chunks of `size` elements."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.v, self.p, self.q = torch.empty(3, size).unbind()
+
+    def first(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three chunks, shortened to `count` elements."""
+        return self.v[:count], self.p[:count], self.q[:count]
 
 
-def _round_chunk(v: torch.Tensor, c: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """Round fp32 `v` in place to the grid, `c` is scratch. Returns `v`."""
-    floor, offset = rounding_constants(fmt)
-    v.clamp_(-fmt.max, fmt.max)
-    bits = c.view(torch.int32)
-    torch.bitwise_and(v.view(torch.int32), _EXPONENT, out=bits)
-    bits.clamp_(min=floor).add_(offset)
-    rounded = torch.add(v, c).sub_(c)
-    return torch.copysign(rounded, v, out=v)
+def _scratch() -> _Scratch:
+    size = _CHUNK * torch.get_num_threads()
+    scratch = getattr(_local, "scratch", None)
+    if scratch is None or scratch.size != size:
+        scratch = _local.scratch = _Scratch(size)
+    return scratch
+
+
+def _round_chunk(v: torch.Tensor, p: torch.Tensor, q: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Grid values of fp32 `v`; `v` is clamped in place, `p` and `q` are scratch. Returns `q`.
+
+    A negative value that rounds to zero becomes +0.
+    """
+    smallest, _ = rounding_constants(fmt)
+    factor = 1.5 * 2.0 ** (23 - fmt.mantissa_bits)
+    v.clamp_(-fmt.max, fmt.max)  # NaN passes
+    bits = p.view(torch.int32)
+    torch.bitwise_and(v.view(torch.int32), _EXPONENT.to(v.device), out=bits)
+    bits.clamp_(min=smallest)
+    torch.add(v, p, alpha=factor, out=q)  # the product is exact: p is a power of two
+    return q.sub_(p, alpha=factor)
+
+
+def _restore_sign(rounded: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Give `rounded` the sign bits of `source`, same type, in place."""
+    kind, mask = (
+        (torch.int16, _SIGN_16) if source.dtype == torch.bfloat16 else (torch.int32, _SIGN_32)
+    )
+    sign = scratch.view(kind)[: source.numel()]
+    torch.bitwise_and(source.view(kind), mask.to(source.device), out=sign)
+    rounded.view(kind).bitwise_or_(sign)
 
 
 def round_to_grid(
@@ -61,18 +91,25 @@ def round_to_grid(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kernels.round_to_grid`."""
     source = x.detach().contiguous()
-    out = torch.empty_like(source, dtype=torch.bfloat16)
     largest = amax(source) if want_amax else None
     if source.device.type != "cpu":
         v = source.float() * scale
-        return _round_chunk(v, torch.empty_like(v), fmt).to(torch.bfloat16), largest
-    factor = float(scale)
-    flat_in, flat_out = source.view(-1), out.view(-1)
-    for start in range(0, flat_in.numel(), _CHUNK):
-        part = flat_in[start : start + _CHUNK]
-        v, c = _buffers(part.numel())
+        p, q = torch.empty_like(v), torch.empty_like(v)
+        _restore_sign(_round_chunk(v, p, q, fmt), v, p)
+        return q.to(torch.bfloat16), largest
+    out = torch.empty_like(source, dtype=torch.bfloat16)
+    factor, scratch = float(scale), _scratch()
+    for part, rounded in zip(
+        source.view(-1).split(scratch.size), out.view(-1).split(scratch.size), strict=True
+    ):
+        v, p, q = scratch.first(part.numel())
         v.copy_(part).mul_(factor)
-        flat_out[start : start + _CHUNK].copy_(_round_chunk(v, c, fmt))
+        _round_chunk(v, p, q, fmt)
+        if part.dtype == torch.bfloat16:  # half the bits to restore
+            _restore_sign(rounded.copy_(q), part, p)
+        else:
+            _restore_sign(q, v, p)
+            rounded.copy_(q)
     return out, largest
 
 
@@ -82,26 +119,21 @@ def cast(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
 
 
 def encode(held: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """Codes of grid values held in bf16.
-
-    A bf16 value and an FP8 code hold sign, exponent and mantissa in the same order, so a normal
-    value is shifted and re-biased; a subnormal one is its multiple of the smallest.
-    """
+    """Codes of grid values held in bf16. Torch's cast is exact on grid values."""
     source = held.contiguous()
-    bits = source.view(torch.int16).to(torch.int32) & 0xFFFF
-    magnitude = bits & 0x7FFF
-    shift = 7 - fmt.mantissa_bits
-    normal = (magnitude >> shift) - ((127 - fmt.bias) << fmt.mantissa_bits)
-    small = (source.abs().float() * (1.0 / fmt.min_subnormal)).nan_to_num(0.0).to(torch.int32)
-    minimum = (127 - fmt.bias + 1) << 7
-    code = torch.where(magnitude < minimum, small, normal)
-    code = torch.where(magnitude == 0x7F80, torch.full_like(code, fmt.inf_code), code)
-    code |= (bits >> 8) & 0x80
-    code = torch.where(magnitude > 0x7F80, torch.full_like(code, fmt.nan_code), code)
-    return code.to(torch.uint8)
+    codes = source.to(fmt.torch_dtype).view(torch.uint8)
+    return codes.masked_fill_(codes == fmt.nan_code | 0x80, fmt.nan_code)
 
 
 def decode(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """Grid values, held in bf16, of codes."""
-    table = code_values(fmt).to(device=codes.device, dtype=torch.bfloat16)
-    return table[codes.contiguous().to(torch.int32)]
+    """Grid values, held in bf16, of codes.
+
+    A code shifted to the top of 16 bits is an fp16 value that differs by a power of two.
+    """
+    wide = codes.contiguous().to(torch.int16)
+    if fmt.exponent_bits == 5:
+        return (wide << 8).view(torch.float16).to(torch.bfloat16)
+    bits = ((wide & 0x7F) << 7) | ((wide & 0x80) << 8)
+    value = bits.view(torch.float16).float() * 2.0 ** (15 - fmt.bias)
+    value.masked_fill_((wide & 0x7F) == fmt.nan_code, float("nan"))
+    return value.to(torch.bfloat16)
