@@ -96,14 +96,9 @@ class FakeTransformerEngine:
             first, self.state.is_first_module = self.state.is_first_module, False
             return first
 
-        def reduce_and_update_fp8_tensors(forward: bool = True) -> None:
-            self.bind(f"{prefix}.reduce_and_update_fp8_tensors", forward=forward)
-            self.update(forward)
-
         return SimpleNamespace(
             is_fp8_available=is_fp8_available,
             is_first_fp8_module=is_first_fp8_module,
-            reduce_and_update_fp8_tensors=reduce_and_update_fp8_tensors,
         )
 
     def update(self, forward: bool) -> None:
@@ -209,8 +204,10 @@ class FakeLinearBase(nn.Module):
         self.use_bias, self.return_bias = given["bias"], given["return_bias"]
         self.fp8_meta: dict[str, Any] = {}
         self._fp8_workspaces: dict[str, Any] = {}
+        self.quantizers: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
         self.fp8_initialized = False
         self.weight_casts = 0
+        self.input_scales: list[float] = []
         if self.with_norm:
             self.kind, self.eps = given["normalization"], given["eps"]
             self.layer_norm_weight = nn.Parameter(torch.ones(size_in, **place))
@@ -238,21 +235,29 @@ class FakeLinearBase(nn.Module):
         if state.recipe.kind == "DelayedScaling":
             length = state.recipe.amax_history_len
             for direction, columns in (("scaling_fwd", 3), ("scaling_bwd", 2)):
-                self.fp8_meta[direction] = SimpleNamespace(
+                meta = SimpleNamespace(
                     scale=torch.ones(columns), amax_history=torch.zeros(length, columns)
                 )
+                self.fp8_meta[direction] = meta
+                self.quantizers[direction] = [
+                    SimpleNamespace(scale=meta.scale[i], amax=meta.amax_history[0][i].reshape(1))
+                    for i in range(columns)
+                ]
 
-    def record(self, direction: str, column: int, x: torch.Tensor) -> None:
-        state = self.fp8_meta.get(direction)
-        if state is not None:
-            slot = state.amax_history[0]
-            slot[column] = torch.maximum(slot[column], x.detach().abs().max().float())
+    def cast(self, direction: str, column: int, x: torch.Tensor) -> float:
+        """What a cast leaves behind: the largest maximum so far. Returns the scale it took."""
+        if not self.quantizers[direction]:
+            return 1.0
+        quantizer = self.quantizers[direction][column]
+        amax = x.detach().abs().max().float()
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+        return float(quantizer.scale)
 
     def quantize_weight(self, first: bool | None) -> None:
         if first is False and "weight" in self._fp8_workspaces:
             return
         self.weight_casts += 1
-        self.record("scaling_fwd", 1, self.weight)
+        self.cast("scaling_fwd", 1, self.weight)
         if first is not None:
             self._fp8_workspaces["weight"] = self.weight.detach().clone()
 
@@ -262,7 +267,7 @@ class FakeLinearBase(nn.Module):
         if "scaling_fwd" in self.fp8_meta:
             self.fake.state.layers[id(self)] = self
         is_first_module = self.fake.library.manager.is_first_fp8_module()
-        self.record("scaling_fwd", 0, x)
+        self.input_scales.append(self.cast("scaling_fwd", 0, x))
         self.quantize_weight(first)
         return is_first_module
 
@@ -278,7 +283,7 @@ class FakeLinearBase(nn.Module):
 
         def after(grad: torch.Tensor) -> None:
             if fp8:
-                self.record("scaling_bwd", 0, grad)
+                self.cast("scaling_bwd", 0, grad)
             if updates:
                 self.fake.update(forward=False)
 

@@ -46,22 +46,21 @@ CALLABLES = {
         "FP8GlobalStateManager": (
             "is_fp8_available",
             "is_first_fp8_module",
-            "reduce_and_update_fp8_tensors",
         ),
+        "DelayedScalingRecipeState": ("make_quantizers",),
     },
+    "pytorch.tensor.float8_tensor": {"Float8Quantizer": ("__init__",)},
 }
 # Attributes that the backend reads or writes on modules, looked for as `self.NAME = ...`, as
 # `self.register_parameter("NAME", ...)` or as a class variable.
+_MODULE = ("fp8_meta", "fuse_wgrad_accumulation", "_fp8_workspaces", "quantizers")
 ATTRIBUTES = {
-    "Linear": ("fp8_meta", "fuse_wgrad_accumulation", "fp8_initialized", "_fp8_workspaces"),
-    "LayerNormLinear": (
-        "fp8_meta",
-        "fuse_wgrad_accumulation",
-        "fp8_initialized",
-        "_fp8_workspaces",
-    ),
+    "Linear": _MODULE,
+    "LayerNormLinear": _MODULE,
     "Float8CurrentScaling": ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"),
     "Format": ("HYBRID", "E4M3"),
+    "DelayedScalingRecipeState": ("scale", "amax_history"),
+    "Float8Quantizer": ("scale", "amax"),
 }
 
 

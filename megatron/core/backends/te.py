@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 from functools import lru_cache
 from types import ModuleType
 
 import torch
 
 from megatron.core.backends import te_calls
+from megatron.core.backends.contract import ColumnLinear, CoreAttention, NormFactory, RowLinear
 from megatron.core.backends.te_calls import NEWEST_CHECKED, OLDEST, Library
+from megatron.core.backends.te_layers import LayerClasses, layer_classes
 from megatron.core.errors import BackendUnavailable, complaint
 
-DISTRIBUTIONS = ("transformer-engine", "transformer_engine", "transformer-engine-torch")
+DISTRIBUTIONS = ("transformer-engine", "transformer-engine-torch")
 INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 
 
@@ -72,9 +73,69 @@ def _import(name: str) -> ModuleType:
 
 
 class TransformerEngineBackend:
-    """Leaf classes that run on NVIDIA's Transformer Engine."""
+    """Leaf classes that run on NVIDIA's Transformer Engine.
+
+    Args:
+        library: A loaded library to use in place of the installed one.
+    """
 
     name = "transformer_engine"
+
+    def __init__(self, library: Library | None = None) -> None:
+        self._library = library
+        self._classes: LayerClasses | None = None
+
+    @property
+    def library(self) -> Library:
+        """Transformer Engine, imported at first use.
+
+        Raises:
+            BackendUnavailable: It cannot be imported.
+        """
+        if self._library is None:
+            self._library = load_library()
+        return self._library
+
+    @property
+    def classes(self) -> LayerClasses:
+        """The layer classes, made at first use.
+
+        Raises:
+            BackendUnavailable: Transformer Engine cannot be imported.
+        """
+        if self._classes is None:
+            self._classes = layer_classes(self.library)
+        return self._classes
+
+    @property
+    def column_parallel_linear(self) -> ColumnLinear:
+        """Linear layer with split outputs."""
+        kind: ColumnLinear = self.classes.column
+        return kind
+
+    @property
+    def row_parallel_linear(self) -> RowLinear:
+        """Linear layer with split inputs."""
+        kind: RowLinear = self.classes.row
+        return kind
+
+    @property
+    def layernorm_column_parallel_linear(self) -> ColumnLinear:
+        """A norm followed by a linear layer with split outputs, in one module."""
+        kind: ColumnLinear = self.classes.layernorm_column
+        return kind
+
+    @property
+    def norm(self) -> NormFactory:
+        """Norm that stands alone."""
+        kind: NormFactory = self.classes.norm
+        return kind
+
+    @property
+    def core_attention(self) -> CoreAttention:
+        """Attention without its projections."""
+        kind: CoreAttention = self.classes.attention
+        return kind
 
     def availability(self) -> tuple[bool, str]:
         """Whether Transformer Engine can run here, and the reason in words."""

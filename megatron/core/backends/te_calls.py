@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +33,14 @@ class Library:
         pytorch: The module `transformer_engine.pytorch`.
         recipe: The module `transformer_engine.common.recipe`.
         manager: The class `FP8GlobalStateManager`.
+        recipes: Recipe objects already made, by the project's recipe.
     """
 
     version: tuple[int, int]
     pytorch: Any
     recipe: Any
     manager: Any
+    recipes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -157,7 +159,7 @@ def delayed_recipe(
     fp8_format: str,
     margin: int,
     amax_history_len: int,
-    amax_compute_algo: str,
+    amax_compute_algo: str | Callable[..., torch.Tensor],
     reduce_amax: bool,
 ) -> Any:
     """Build Transformer Engine's `DelayedScaling`."""
@@ -203,9 +205,13 @@ def autocast(
     library: Library, *, enabled: bool, recipe: Any = None, group: ProcessGroup | None = None
 ) -> AbstractContextManager[Any]:
     """The context in which Transformer Engine's modules run in FP8."""
+    te = library.pytorch
+    context: AbstractContextManager[Any]
     if library.version >= AUTOCAST_RENAMED:
-        return library.pytorch.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
-    return library.pytorch.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
+        context = te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
+    else:
+        context = te.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
+    return context
 
 
 def checkpoint(

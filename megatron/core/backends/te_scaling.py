@@ -1,16 +1,20 @@
-"""FP8 state of Transformer Engine's layers, moved once per optimizer step.
+"""Delayed scaling of Transformer Engine's layers, kept in the project's own book.
 
-Left alone, Transformer Engine updates delayed-scaling histories whenever its outermost autocast
-ends, that is once per microbatch, and reduces the maxima of every layer each time. The project
-updates once per optimizer step, so that gradient accumulation does not change the arithmetic and
-a recomputed forward quantizes with the scales of the first one. Each layer therefore enters FP8
-inside an autocast that is itself switched off: Transformer Engine updates only when the *outermost*
-context was enabled. `update_scales` then asks for the update by its public name.
+Left alone, Transformer Engine updates histories whenever its outermost autocast ends, once per
+microbatch, and reduces the maxima of every layer each time. The project updates once per optimizer
+step, so that gradient accumulation does not change the arithmetic and a recomputed forward
+quantizes with the scales of the first one. Two measures bring that about:
+
+* A layer enters FP8 inside an autocast that is itself switched off (`fp8_region`): Transformer
+  Engine updates only if the outermost context was enabled.
+* The quantizers get views of the `AmaxBook`'s columns (`BookBinding`). They record maxima there and
+  read scales there, so one synchronisation, one checkpoint entry and one set of statistics serve
+  both backends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,22 +22,20 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron.core.backends.te_calls import Library, autocast
-from megatron.core.errors import CheckpointError, complaint
+from megatron.core.errors import PrecisionError, complaint
+from megatron.core.fp8.amax import Slots
 
-DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-TENSORS = ("scale", "amax_history")
+FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
 
 
 @contextmanager
 def fp8_region(library: Library, recipe: Any, group: ProcessGroup | None) -> Iterator[None]:
-    """Run Transformer Engine's modules in FP8 without moving any scale.
+    """Run Transformer Engine's modules in FP8 without letting it move any scale.
 
     Args:
         library: Transformer Engine.
         recipe: Its recipe object.
-        group: Ranks that agree on delayed-scaling maxima; None if this process is alone, and then
-            the recipe must not ask for a reduction, because Transformer Engine would take None
-            for all processes there are.
+        group: Ranks that agree on delayed-scaling maxima; None if this process is alone.
     """
     with (
         autocast(library, enabled=False, recipe=recipe, group=group),
@@ -45,92 +47,67 @@ def fp8_region(library: Library, recipe: Any, group: ProcessGroup | None) -> Ite
         yield
 
 
-def update_scales(library: Library) -> None:
-    """Reduce the recorded maxima over their groups and derive the next scales.
+class BookBinding:
+    """Makes one module's quantizers work on the columns of a layer in the book.
 
-    Collective over each layer's amax group. Layers whose maximum is zero did not run and keep both
-    history and scale.
+    Args:
+        slots: The layer's columns.
     """
-    library.manager.reduce_and_update_fp8_tensors(forward=True)
-    library.manager.reduce_and_update_fp8_tensors(forward=False)
 
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self._bound: tuple[int, ...] = ()
+        self._mirrored = -1
 
-@contextmanager
-def recorded_maxima_kept(module: Any) -> Iterator[None]:
-    """Leave no trace of the block in the delayed-scaling maxima of `module`.
+    def refresh(self, module: Any, recording: bool) -> None:
+        """Bind the quantizers again if anything moved since the last forward.
 
-    Transformer Engine records maxima in every forward; those of an evaluation would enter the next
-    training update.
-    """
-    slots = [state.amax_history[0] for state in delayed_states(module).values()]
-    saved = [slot.clone() for slot in slots]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for slot, before in zip(slots, saved, strict=True):
-                slot.copy_(before)
+        Args:
+            module: A module whose FP8 state exists.
+            recording: Whether forward casts record maxima. If not, they record into a tensor that
+                nobody reads; those of the backward pass always count.
+        """
+        book = self.slots.book
+        forward, backward = module.quantizers[FORWARD], module.quantizers[BACKWARD]
+        key = (
+            id(book.history),
+            id(book.scale_in_use),
+            id(forward),
+            id(backward),
+            int(recording),
+        )
+        if key != self._bound:
+            self._bind(forward, "forward", recording)
+            self._bind(backward, "backward", True)
+            self._bound = key
+        if book.generation != self._mirrored:
+            self._mirror(module)
+            self._mirrored = book.generation
 
-
-def delayed_states(module: Any) -> dict[str, Any]:
-    """The delayed-scaling states of a module by direction; empty before the first FP8 forward."""
-    found = {}
-    for direction in DIRECTIONS:
-        state = module.fp8_meta.get(direction)
-        if state is not None and all(hasattr(state, name) for name in TENSORS):
-            found[direction] = state
-    return found
-
-
-def export_state(module: Any) -> dict[str, torch.Tensor]:
-    """Copy a module's scales and histories, as `scaling_fwd.scale`, `scaling_fwd.amax_history`, ...
-
-    Plain tensors, so that a checkpoint holds no pickled objects. Empty for a module that has not
-    run in FP8, or whose recipe keeps no state.
-    """
-    return {
-        f"{direction}.{name}": getattr(state, name).detach().clone()
-        for direction, state in delayed_states(module).items()
-        for name in TENSORS
-    }
-
-
-def import_state(module: Any, state: Mapping[str, torch.Tensor], path: str) -> None:
-    """Write saved scales and histories into a module whose FP8 state exists.
-
-    A history of another length keeps its newest rows. Transformer Engine's quantizers hold views
-    of these tensors, so the values are copied into them and the tensors stay.
-
-    Raises:
-        CheckpointError: The saved tensors are for another number of columns.
-    """
-    with torch.no_grad():
-        for direction, live in delayed_states(module).items():
-            scale = state.get(f"{direction}.scale")
-            history = state.get(f"{direction}.amax_history")
-            if scale is None or history is None:
-                continue
-            columns = live.scale.shape[0]
-            if scale.shape != live.scale.shape or history.shape[1:] != live.amax_history.shape[1:]:
-                raise CheckpointError(
-                    complaint(
-                        f"FP8 state {path}.{direction}",
-                        f"{scale.shape[0]} columns",
-                        f"The layer has {columns} columns",
-                        "Load a checkpoint of the same model, or drop its FP8 state",
-                    )
+    def _bind(self, quantizers: list[Any], direction: str, recording: bool) -> None:
+        book = self.slots.book
+        columns = book.columns(self.slots.path, direction)
+        scale, staged = book.scale_in_use[columns], book.history[0, columns]
+        if len(quantizers) != scale.shape[0]:
+            raise PrecisionError(
+                complaint(
+                    f"FP8 state of {self.slots.path}",
+                    f"{len(quantizers)} {direction} quantizers",
+                    f"The book has {scale.shape[0]} columns for them",
+                    "Use a Transformer Engine release whose calls are checked",
                 )
-            live.scale.copy_(scale)
-            live.amax_history.copy_(fit_history(history, live.amax_history.shape[0]))
+            )
+        if not recording:
+            staged = torch.zeros_like(staged)
+        for index, quantizer in enumerate(quantizers):
+            quantizer.scale = scale[index].view(quantizer.scale.shape)
+            quantizer.amax = staged[index].view(quantizer.amax.shape)
 
-
-def fit_history(history: torch.Tensor, length: int) -> torch.Tensor:
-    """Change the number of rows of a history `[rows, columns]`, keeping the newest.
-
-    Row 0 collects the current step's maximum; rows 1.. are past steps, the newest last.
-    """
-    current, past = history[:1], history[1:]
-    keep = min(length - 1, past.shape[0])
-    newest = past[past.shape[0] - keep :]
-    empty = history.new_zeros((length - 1 - keep, history.shape[1]))
-    return torch.cat([current, empty, newest])
+    def _mirror(self, module: Any) -> None:
+        """Show the book's numbers where monitoring code looks for them, in `fp8_meta`."""
+        views = {FORWARD: self.slots.forward, BACKWARD: self.slots.backward}
+        with torch.no_grad():
+            for direction, view in views.items():
+                state = module.fp8_meta[direction]
+                state.scale.copy_(view.scale)
+                state.amax_history.copy_(view.amax_history)
