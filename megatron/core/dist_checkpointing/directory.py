@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,6 +224,27 @@ def clean(root: Path) -> None:
             os.rename(child, root / base)
         else:
             shutil.rmtree(child)
+
+
+def copy_files(tmp: Path, files: Mapping[str, Path]) -> dict[str, FileRecord]:
+    """Copy files into a temporary directory.
+
+    Args:
+        tmp: The directory.
+        files: Relative name -> source.
+
+    Returns:
+        Relative name -> size and checksum.
+    """
+    records = {}
+    for name, source in files.items():
+        target = tmp / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())
+        records[name] = checksum(target)
+    return records
 
 
 def commit(tmp: Path, records: dict[str, FileRecord], update_tracker: bool = True) -> Path:

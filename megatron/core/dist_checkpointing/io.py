@@ -45,6 +45,7 @@ def save(
     tensors: Mapping[str, Sharded],
     blobs: Mapping[str, bytes],
     peers: Peers,
+    assets: Mapping[str, Path] | None = None,
 ) -> Saved:
     """Write a checkpoint so that a crash at any moment leaves the previous one loadable.
 
@@ -54,6 +55,7 @@ def save(
         tensors: Key -> this rank's blocks. Replicas may be offered by several ranks.
         blobs: Key -> bytes; a key offered by several ranks must hold the same bytes.
         peers: The ranks that call this together.
+        assets: Relative name -> file to copy along (a tokenizer, say).
 
     Returns:
         Where it lies and how large it is.
@@ -67,6 +69,7 @@ def save(
     try:
         peers.attempt(lambda: _must_see(tmp))
         records = _write(tmp, tensors, blobs, peers)
+        records.update(peers.decide(lambda: place.copy_files(tmp, assets or {})))
         final = peers.decide(lambda: place.commit(tmp, records))
     except CheckpointError as error:
         if peers.leads:

@@ -8,7 +8,7 @@ range of optimizer state, and it is all that saving and resharding ever need to 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +24,19 @@ from megatron.core.errors import CheckpointError
 
 
 class Piece(NamedTuple):
-    """A local block and the place of its first element in the global tensor."""
+    """A local block and the place of its first element in the global tensor.
+
+    ``make`` supplies the values when the block is written; ``local`` is then a ``meta`` tensor, so
+    that a model larger than memory can be written block by block.
+    """
 
     local: Tensor
     offset: tuple[int, ...]
+    make: Callable[[], Tensor] | None = None
+
+    def values(self) -> Tensor:
+        """Return the values of the block."""
+        return self.local if self.make is None else self.make()
 
     def chunk(self) -> ChunkStorageMetadata:
         """Return the block as the checkpoint library describes it."""
@@ -67,7 +76,7 @@ class Sharded(torch.Tensor):
         Raises:
             CheckpointError: A block does not fit.
         """
-        blocks = tuple(Piece(p.local.detach(), tuple(p.offset)) for p in pieces)
+        blocks = tuple(Piece(p.local.detach(), tuple(p.offset), p.make) for p in pieces)
         shape = torch.Size(global_shape)
         _check_pieces(shape, blocks)
         first = blocks[0].local
@@ -123,7 +132,7 @@ class Sharded(torch.Tensor):
         wanted = tuple(index.offset) if index.offset is not None else None
         for piece in self.pieces:
             if piece.offset == wanted:
-                return piece.local
+                return piece.values()
         raise CheckpointError(f"{index.fqn}: this rank holds no block at offset {wanted}.")
 
 
