@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import random
 import signal
 import tempfile
@@ -99,7 +100,8 @@ def _rank_main(conn, inherited, fn, rank, world_size, directory, detail, args, k
             outcome = (True, fn(rank, world_size, *args, **kwargs))
         except BaseException:
             outcome = (False, f"--- rank {rank} of {world_size} ---\n{traceback.format_exc()}")
-        conn.send(outcome)
+        # Plain bytes: a tensor sent as such is shared memory that dies with this process.
+        conn.send_bytes(pickle.dumps(outcome))
     finally:
         conn.close()
         if dist.is_initialized():
@@ -123,7 +125,7 @@ def _collect(workers, timeout, directory) -> list[Any]:
         for conn in ready:
             rank = waiting.pop(conn)
             try:
-                good, value = conn.recv()
+                good, value = pickle.loads(conn.recv_bytes())
             except EOFError:
                 workers[rank][0].join(1)
                 failures.append(f"--- rank {rank} died, exit code {workers[rank][0].exitcode} ---")
