@@ -308,22 +308,6 @@ def test_tokens_out_of_range():
         layer(torch.tensor([[3, 12]]))
 
 
-def test_output_padding_starts_at_zero():
-    build = make_build(ParallelState.single())
-    layer = ColumnParallelLinear(
-        IN, 12, build=build, init_method=normal, bias=False, real_features=10
-    )
-    assert layer.weight[10:].count_nonzero() == 0
-    assert layer.weight[:10].count_nonzero() == 10 * IN
-
-
-def test_tied_weight_replaces_the_layers_own():
-    build = make_build(ParallelState.single())
-    layer = ColumnParallelLinear(IN, OUT, build=build, init_method=normal, bias=False)
-    x, other = fixed(SEQ, BATCH, IN), fixed(OUT, IN, seed=8)
-    assert torch.equal(layer(x, other)[0], nn.functional.linear(x, other))
-
-
 def uneven(rank, world):
     mesh = ParallelState.build(MeshSizes(world, tp=world), rank, world)
     build = make_build(mesh)

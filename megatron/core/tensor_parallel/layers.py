@@ -96,8 +96,6 @@ class ColumnParallelLinear(_ShardedLinear):
         is_expert: Whether the layer belongs to one expert.
         gather_output: Return all features on every rank.
         partition_stride: Number of equal sections stacked in the output, each split on its own.
-        real_features: Number of leading output features that are not padding; weights of padding
-            start at zero. Default: all.
 
     Raises:
         MeshError: If the output does not split evenly.
@@ -117,7 +115,6 @@ class ColumnParallelLinear(_ShardedLinear):
         is_expert: bool = False,
         gather_output: bool = False,
         partition_stride: int = 1,
-        real_features: int | None = None,
     ) -> None:
         shard_axis = build.mesh.etp if is_expert else build.mesh.tp
         sections = shard_axis.size * partition_stride
@@ -135,39 +132,26 @@ class ColumnParallelLinear(_ShardedLinear):
         self.weight = self._parameter((local_out, in_features), build)
         mark_sharded(self.weight, 0, partition_stride)
         init_parameter(
-            self.weight,
-            shard_axis,
-            init_method,
-            build.config.seed,
-            f"{build.path}.weight",
-            real_features,
+            self.weight, shard_axis, init_method, build.config.seed, f"{build.path}.weight"
         )
         self.bias = self._zeros(local_out, build) if bias else None
         if self.bias is not None:
             mark_sharded(self.bias, 0, partition_stride)
 
-    def forward(
-        self, x: torch.Tensor, weight: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply the layer.
 
         Args:
             x: `[s, b, in]`, or `[s/t, b, in]` with sequence parallelism.
-            weight: Used in place of the layer's own, e.g. the embedding's when they are tied.
 
         Returns:
             `[s, b, out/t]` (`[s, b, out]` with `gather_output`), and the bias if it was skipped.
         """
-        return self._multiply(x, self.weight if weight is None else weight)
-
-    def _multiply(
-        self, x: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
-            y = linear(x, weight, bias, self.precision, gather=self.axis)
+            y = linear(x, self.weight, bias, self.precision, gather=self.axis)
         else:
-            y = linear(copy_to_region(x, self.axis), weight, bias, self.precision)
+            y = linear(copy_to_region(x, self.axis), self.weight, bias, self.precision)
         if self.gather_output:
             y = gather_from_region(y, self.axis)
         return y, self.bias if self.skip_bias_add else None
@@ -219,11 +203,9 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         if self.sequence_parallel:
             _mark_partial_gradient(self.layer_norm_weight, self.layer_norm_bias)
 
-    def forward(
-        self, x: torch.Tensor, weight: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply norm and layer; shapes as in `ColumnParallelLinear.forward`."""
-        return self._multiply(self.normalize(x), self.weight if weight is None else weight)
+        return super().forward(self.normalize(x))
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The norm alone, in the type in which the linear layer wants its input."""
