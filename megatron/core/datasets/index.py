@@ -107,15 +107,17 @@ def sample_index(
     ordered = lengths[order]
     starts = np.zeros(order.size + 1, dtype=np.int64)
     np.cumsum(ordered, dtype=np.int64, out=starts[1:])
-    samples = max(0, (int(starts[-1]) - 1) // sequence_length)
-    wide = max(order.size, int(ordered.max()) if ordered.size else 0) > _INT32
-    out = np.zeros((samples + 1, 2), dtype=np.int64 if wide else np.int32)
-    # Window i starts at token i * sequence_length of the stream. Searching from the right makes
-    # empty documents, whose start equals the next one's, invisible. Row 0 stays (0, 0).
-    positions = np.arange(1, samples + 1, dtype=np.int64) * sequence_length
-    holder = np.searchsorted(starts, positions, side="right") - 1
-    out[1:, 0] = holder
-    out[1:, 1] = positions - starts[holder]
+    if not int(starts[-1]):
+        return np.zeros((1, 2), dtype=np.int32)
+    # Window i starts at token i * sequence_length of the stream, so document d holds the starts of
+    # windows ceil(starts[d] / sequence_length) up to the same of d + 1; empty documents hold none.
+    windows = np.diff(-(-starts // sequence_length))
+    wide = max(order.size, int(ordered.max())) > _INT32
+    out = np.empty((int(windows.sum()), 2), dtype=np.int64 if wide else np.int32)
+    out[:, 0] = np.repeat(np.arange(order.size), windows)
+    out[:, 1] = np.arange(len(out)) * sequence_length - np.repeat(starts[:-1], windows)
+    # The first window starts at the very beginning, leading empty documents included.
+    out[0] = 0
     return out
 
 

@@ -281,8 +281,8 @@ def _chunks(path: str) -> Iterator[_Chunk]:
     first, lines, size = 1, [], 0
     try:
         with open(path, "rb") as raw:
-            zipped = raw.read(2) == _GZIP_MAGIC
-            raw.seek(0)
+            # Peeking instead of seeking lets the input be a pipe.
+            zipped = raw.peek(2)[:2] == _GZIP_MAGIC
             source = gzip.GzipFile(fileobj=raw) if zipped else raw
             for number, line in enumerate(source, 1):
                 lines.append(line)
