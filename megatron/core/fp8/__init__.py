@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from megatron.core.fp8.amax import AmaxBook
+from megatron.core.fp8.autocast import (
+    autocast,
+    checkpoint,
+    get_fp8_recipe,
+    is_fp8_available,
+    is_fp8_enabled,
+)
 from megatron.core.fp8.formats import E4M3, E5M2, Format, Fp8Format
 from megatron.core.fp8.gemm import gemm_nt
 from megatron.core.fp8.linear import linear
+from megatron.core.fp8.modules import LayerNormLinear, Linear
 from megatron.core.fp8.policy import Fp8Policy
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
 from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Role
@@ -22,12 +30,19 @@ __all__ = [
     "Fp8Format",
     "Fp8Policy",
     "Fp8State",
+    "LayerNormLinear",
+    "Linear",
     "LinearPrecision",
     "PrecisionRow",
     "QuantizedTensor",
     "Recipe",
     "Role",
+    "autocast",
+    "checkpoint",
     "gemm_nt",
+    "get_fp8_recipe",
+    "is_fp8_available",
+    "is_fp8_enabled",
     "linear",
     "recipe_from_config",
 ]

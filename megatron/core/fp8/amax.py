@@ -147,6 +147,7 @@ class AmaxBook:
         self._replayed: Snapshot | None = None
         self._snapshot: Snapshot | None = None
         self._entries: dict[str, _Entry] = {}
+        self._free: dict[tuple[int, ...], list[_Entry]] = {}
         self._counts = {"forward": 0, "backward": 0}
         self._built = (0, 0)
         self._allocate(recipe.amax_history_len, (0, 0))
@@ -175,6 +176,14 @@ class AmaxBook:
                     "Build each layer with its own path",
                 )
             )
+        free = self._free.get((fwd_columns, bwd_columns))
+        if free:
+            self._entries[path] = free.pop()
+            slots = Slots(self, path)
+            for view in (slots.forward, slots.backward):
+                view.amax_history.zero_()
+                view.scale.fill_(1.0)
+            return slots
         first_fwd, first_bwd = self._counts["forward"], self._counts["backward"]
         self._entries[path] = _Entry(
             slice(first_fwd, first_fwd + fwd_columns), slice(first_bwd, first_bwd + bwd_columns)
@@ -182,6 +191,12 @@ class AmaxBook:
         self._counts["forward"] += fwd_columns
         self._counts["backward"] += bwd_columns
         return Slots(self, path)
+
+    def release(self, path: str) -> None:
+        """Take a layer out; its columns serve the next layer of the same kind."""
+        entry = self._entries.pop(path)
+        widths = tuple(span.stop - span.start for span in (entry.forward, entry.backward))
+        self._free.setdefault(widths, []).append(entry)
 
     def paths(self) -> list[str]:
         """Layers in the order of their columns."""
@@ -325,19 +340,19 @@ class AmaxBook:
     # -- questions ------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """`path.column` of every column, in buffer order."""
-        both: list[list[str]] = [[], []]
-        for path, entry in self._entries.items():
-            for out, known, span in (
-                (both[0], FORWARD_COLUMNS, entry.forward),
-                (both[1], BACKWARD_COLUMNS, entry.backward),
+        """`path.column` of every column, in buffer order; empty for a column without a layer."""
+        out = [""] * sum(self._counts.values())
+        for path in self._entries:
+            for direction, known in (
+                ("forward", FORWARD_COLUMNS),
+                ("backward", BACKWARD_COLUMNS),
             ):
-                width = span.stop - span.start
-                gemms = max(1, width // len(known))
-                for i in range(width):
-                    suffix = f"[{i // len(known)}]" if gemms > 1 else ""
-                    out.append(f"{path}.{known[i % len(known)]}{suffix}")
-        return both[0] + both[1]
+                span = self.columns(path, direction)
+                for i, column in enumerate(range(span.start, span.stop)):
+                    gemm = i // len(known)
+                    suffix = f"[{gemm}]" if span.stop - span.start > len(known) else ""
+                    out[column] = f"{path}.{known[i % len(known)]}{suffix}"
+        return out
 
     def nonfinite(self) -> list[str]:
         """Columns whose history holds an infinity or a NaN. Waits for the device."""
@@ -346,10 +361,10 @@ class AmaxBook:
 
     # -- checkpoint -----------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Scales and histories by layer path, as copies on the CPU."""
+    def state_dict(self, paths: Iterable[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:
+        """Scales and histories by layer path (default all), as copies on the CPU."""
         out = {}
-        for path in self._entries:
+        for path in self._entries if paths is None else paths:
             slots = Slots(self, path)
             out[path] = {
                 f"{key}_{which}": getattr(view, key).detach().cpu().clone()

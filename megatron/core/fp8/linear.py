@@ -32,6 +32,8 @@ def linear(
     precision: LinearPrecision,
     *,
     gather: Axis | None = None,
+    is_first_microbatch: bool | None = None,
+    after_backward: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """`x @ weight.T + bias` in the layer's precision.
 
@@ -44,6 +46,8 @@ def linear(
         gather: Axis along which the first dimension of `x` is gathered (sequence parallelism).
             Quantized bytes travel, again in backward, where the input gradient is
             reduce-scattered.
+        is_first_microbatch: Hint on weight caching; see `LinearPrecision.quantize_weight`.
+        after_backward: Called when the FP8 backward of this call has finished.
 
     Returns:
         `[..., out]` in the type of `weight`.
@@ -51,7 +55,7 @@ def linear(
     if gather is not None and gather.size == 1:
         gather = None
     if precision.active:
-        return _fp8_linear(x, weight, bias, precision, gather)
+        return _fp8_linear(x, weight, bias, precision, gather, is_first_microbatch, after_backward)
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
     native = gemm_dtype(weight.dtype, weight.device) == weight.dtype
@@ -152,11 +156,13 @@ class _Fp8Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         precision: LinearPrecision,
         gather: Axis | None,
+        hint: bool | None,
+        after_backward: Callable[[], None] | None,
     ) -> torch.Tensor:
         local = _flat(x)
         quantized = precision.quantizer(Role.INPUT).rowwise(local, axis=gather)
         whole = quantized if gather is None else gather_rows(quantized, gather)
-        weight_row, weight_col = precision.quantize_weight(weight)
+        weight_row, weight_col = precision.quantize_weight(weight, hint)
         emulation = precision.state.emulation
         y = gemm_nt(
             whole,
@@ -167,6 +173,7 @@ class _Fp8Linear(torch.autograd.Function):
             fast_accum=True,
         )
         ctx.precision, ctx.gather, ctx.emulation = precision, gather, emulation
+        ctx.after_backward = after_backward
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.wgrad_in_fp8 = precision.decision.wgrad
         saved_x: Operand | None = None
@@ -198,7 +205,9 @@ class _Fp8Linear(torch.autograd.Function):
                 dw = _weight_grad(dy.to(weight.dtype).t(), whole.t(), weight, ctx.emulation)
         if bias is not None and ctx.needs_input_grad[2]:
             db = _bias_grad(dy, bias)
-        return dx, dw, db, None, None
+        if ctx.after_backward is not None:
+            ctx.after_backward()
+        return dx, dw, db, None, None, None, None
 
 
 def _save(

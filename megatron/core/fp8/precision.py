@@ -58,7 +58,8 @@ class _CachedWeight:
     """A quantized weight and what it was made from."""
 
     weight: ReferenceType[torch.Tensor]
-    key: tuple[Any, ...]
+    source: tuple[Any, ...]
+    scales: tuple[int, int]
     row: QuantizedTensor
     col: QuantizedTensor
     amax: torch.Tensor | None
@@ -147,7 +148,7 @@ class LinearPrecision:
         return self._quantizers[role]
 
     def quantize_weight(
-        self, weight: torch.Tensor, *, fresh: bool = False
+        self, weight: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> tuple[QuantizedTensor, QuantizedTensor]:
         """The weight as both operands, `[out, in]` and `[in, out]`, quantized at most once.
 
@@ -157,21 +158,26 @@ class LinearPrecision:
 
         Args:
             weight: `[out, in]`.
-            fresh: Quantize in any case.
+            is_first_microbatch: A hint. True: quantize in any case. False: a result made with
+                earlier scales will do. Neither can bring back an old weight.
         """
-        key = (
-            weight.data_ptr(),
-            weight._version,
-            weight.dtype,
+        source = (weight.data_ptr(), weight._version, weight.dtype)
+        scales = (
             self.state.generation,
             self.slots.book.generation_in_use if self.slots else 0,
         )
         quantizer, cached = self._quantizers[Role.WEIGHT], self._cached
-        if fresh or cached is None or cached.key != key or cached.weight() is not weight:
+        valid = (
+            cached is not None
+            and cached.weight() is weight
+            and cached.source == source
+            and (cached.scales == scales or is_first_microbatch is False)
+            and is_first_microbatch is not True
+        )
+        if cached is None or not valid:
             row, amax = quantizer.cast(weight.detach())
-            cached = _CachedWeight(
-                ref(weight), key, row, quantizer.transposed(row), amax, recorded=False
-            )
+            col = quantizer.transposed(row)
+            cached = _CachedWeight(ref(weight), source, scales, row, col, amax, recorded=False)
             self._cached = cached
         if self.state.recording and not cached.recorded:
             quantizer.record(cached.amax)

@@ -151,6 +151,11 @@ class Fp8State:
         self.layers[path] = precision
         return precision
 
+    def forget(self, path: str) -> None:
+        """Give back the scales of a layer that is gone."""
+        if self.layers.pop(path, None) is not None and self.book is not None:
+            self.book.release(path)
+
     def rows(self) -> list[PrecisionRow]:
         """The precision table: three lines a layer, in the order of construction."""
         return [row for layer in self.layers.values() for row in layer.rows()]

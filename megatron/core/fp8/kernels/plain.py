@@ -99,9 +99,8 @@ def round_to_grid(
         return q.to(torch.bfloat16), largest
     out = torch.empty_like(source, dtype=torch.bfloat16)
     factor, scratch = float(scale), _scratch()
-    for part, rounded in zip(
-        source.view(-1).split(scratch.size), out.view(-1).split(scratch.size), strict=True
-    ):
+    parts = torch.split(source.view(-1), scratch.size)
+    for part, rounded in zip(parts, torch.split(out.view(-1), scratch.size), strict=True):
         v, p, q = scratch.first(part.numel())
         v.copy_(part).mul_(factor)
         _round_chunk(v, p, q, fmt)
