@@ -195,8 +195,8 @@ def parse(
     Args:
         argv: Tokens without the program's name; by default those of this process.
         world_size: Number of processes, from the launcher.
-        saved_config: Looks up the configuration in a checkpoint, for --use-checkpoint-args and
-            for a run that names a checkpoint and no model size.
+        saved_config: Looks up the configuration in a checkpoint (folder, step), for a run that
+            names a checkpoint and no model size.
 
     Returns:
         The finished configuration and the lines that the user should see once.
@@ -212,8 +212,7 @@ def parse(
     reader = _Reader(world_size)
     reader.read(tokens)
     fields, origins = _layers(reader)
-    inherited, notices, problems = inherit(fields, saved_config)
-    reader.problems.extend(problems)
+    inherited, notices = inherit(fields, saved_config)
     origins.update(dict.fromkeys(inherited, "checkpoint"))
     try:
         config = finalize({**inherited, **fields}, world_size, origins=origins)

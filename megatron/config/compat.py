@@ -89,7 +89,9 @@ def arity(flag: str) -> str | None:
         return "0" if flag == "--standalone" else "1"
     if flag in MEGATRON_FLAGS:
         return MEGATRON_FLAGS[flag]
-    return "0" if flag in ACCEPTED or flag in REWRITTEN else None
+    if flag in REWRITTEN:
+        return "1" if "*" in REWRITTEN[flag] else "0"
+    return "0" if flag in ACCEPTED else None
 
 
 def judge(

@@ -127,7 +127,17 @@ def _derive_shape(c: Draft) -> None:
     if not c.was_given(*DEFAULT_MODEL) and not c.broken & set(DEFAULT_MODEL):
         c.values.update(DEFAULT_MODEL)
         sizes = ", ".join(f"--{k.replace('_', '-')} {v}" for k, v in DEFAULT_MODEL.items())
-        c.notices.append(f"no model size was given: using {sizes}")
+        if c.load is None:
+            c.notices.append(f"no model size was given: using {sizes}")
+        else:
+            # Whoever builds the model takes its shape from there.
+            c.values["use_checkpoint_args"] = True
+            if c.lr is None and not c.override_opt_param_scheduler:
+                c.values["use_checkpoint_opt_param_scheduler"] = True
+            c.notices.append(
+                f"no model size was given: using that of the checkpoint in {c.load}; if there is"
+                f" none, {sizes}"
+            )
     if c.counts("hidden_size"):
         wide = 4 * c.hidden_size
         c.fill("ffn_hidden_size", int((wide * 2 / 3) / 64) * 64 if c.swiglu else wide)

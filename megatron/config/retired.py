@@ -85,6 +85,8 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
 REWRITTEN: dict[str, tuple[str, ...]] = {
     "--encoder-seq-length": ("--seq-length", "*"),
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
+    "--layernorm-epsilon": ("--norm-epsilon", "*"),
+    "--fp8": ("--fp8-format", "*"),
     "--fp8-e4m3": ("--fp8-format", "e4m3"),
     "--fp8-hybrid": ("--fp8-format", "hybrid"),
 }

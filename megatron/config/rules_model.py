@@ -282,7 +282,8 @@ def history_belongs_to_delayed_scaling(c: Draft) -> Iterator[Problem]:
         yield Problem(
             (*flags, "--fp8-recipe"),
             ", ".join(str(c.values[n]) for n in (*changed, "fp8_recipe")),
-            f"{c.fp8_recipe} scaling measures each tensor when it is cast and keeps no history",
+            f"{c.fp8_recipe.capitalize()} scaling measures each tensor as it is cast and keeps no"
+            " history",
             f"Remove {' and '.join(flags)}, or use --fp8-recipe delayed",
         )
 

@@ -38,8 +38,8 @@ def mesh_fills_the_world(c: Draft) -> Iterator[Problem]:
             ("world_size",), c.world_size, "A run has at least one process", "Use the launcher"
         )
         return
-    if not c.counts(*names):
-        return
+    if not c.counts(*names) or c.pipeline_model_parallel_size * c.context_parallel_size > 1:
+        return  # refused by another rule
     tp, pp, cp = (c.values[name] for name in names)
     if c.world_size % (tp * pp * cp):
         yield Problem(

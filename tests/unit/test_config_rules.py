@@ -1,0 +1,410 @@
+"""Every rule: what it refuses, what it says, and that all problems come at once."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from megatron.config import ConfigError, Problem, make_config
+from megatron.config.draft import Draft, derive
+from megatron.config.rules import RULES
+
+TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
+FP8 = {"fp8_format": "hybrid"}
+DATA = {"data_path": ["a"], "tokenizer_type": "NullTokenizer", "vocab_size": 9}
+
+
+def problems(world_size=1, **fields):
+    """Return the problems of the tiny model with these settings."""
+    try:
+        make_config(world_size, **{**TINY, **fields})
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+# (settings, first flag of the one problem, words that its text must hold)
+REFUSED = [
+    # shape
+    ({"num_layers": 0}, "--num-layers", ["got 0", "at least 1"]),
+    ({"num_layers": -3}, "--num-layers", ["got -3"]),
+    ({"hidden_dropout": 1.0}, "--hidden-dropout", ["below 1"]),
+    ({"attention_dropout": -0.1}, "--attention-dropout", ["at least 0"]),
+    ({"norm_epsilon": 0}, "--norm-epsilon", ["above 0"]),
+    ({"hidden_size": None}, "--hidden-size", ["got nothing", "Give --hidden-size"]),
+    ({"hidden_size": 66}, "--hidden-size", ["66 and 4", "--kv-channels"]),
+    ({"num_query_groups": 2}, "--num-query-groups", ["Add --group-query-attention"]),
+    (
+        {"group_query_attention": True, "num_query_groups": 3},
+        "--num-query-groups",
+        ["3 and 4", "divides the heads"],
+    ),
+    ({"max_position_embeddings": 16}, "--seq-length", ["Set --max-position-embeddings 32"]),
+    ({"rotary_base": 500000}, "--rotary-base", ["Add --position-embedding-type rope"]),
+    ({"use_rope_scaling": True}, "--use-rope-scaling", ["rope"]),
+    (
+        {"position_embedding_type": "rope", "rotary_percent": 1.5},
+        "--rotary-percent",
+        ["at most 1"],
+    ),
+    ({"position_embedding_type": "rope", "kv_channels": 7}, "--kv-channels", ["even"]),
+    (
+        {"position_embedding_type": "rope", "rope_scaling_factor": 4.0},
+        "--rope-scaling-factor",
+        ["--use-rope-scaling"],
+    ),
+    ({"swiglu": True, "squared_relu": True}, "--swiglu", ["Remove one"]),
+    ({"padded_vocab_size": 100, "vocab_size": 101}, "--padded-vocab-size", ["100 and 101"]),
+    ({"fp16": True, "bf16": True}, "--fp16", ["--bf16", "Remove one"]),
+    # FP8
+    ({"fp8_recipe": "tensorwise"}, "--fp8-recipe", ["Add --fp8-format hybrid"]),
+    ({"fp8_amax_history_len": 16}, "--fp8-amax-history-len", ["--fp8-format"]),
+    ({"fp8_wgrad": False}, "--no-fp8-wgrad", ["--fp8-format"]),
+    (
+        {**FP8, "fp8_recipe": "tensorwise", "fp8_amax_history_len": 16},
+        "--fp8-amax-history-len",
+        ["keeps no history", "Remove --fp8-amax-history-len", "--fp8-recipe delayed"],
+    ),
+    ({**FP8, "num_layers_at_end_in_bf16": 2}, "--num-layers-at-end-in-bf16", ["--first-last"]),
+    (
+        {**FP8, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 2},
+        "--num-layers-at-start-in-bf16",
+        ["1, 2 and 2"],
+    ),
+    ({**FP8, "fp8_amax_history_len": 0}, "--fp8-amax-history-len", ["at least 1"]),
+    (
+        {**FP8, "hidden_size": 72, "kv_channels": 16, "ffn_hidden_size": 256},
+        "--hidden-size",
+        ["got 72", "multiple of 16", "64 or 80", "--fp8-format"],
+    ),
+    ({**FP8, "ffn_hidden_size": 200}, "--ffn-hidden-size", ["192 or 208"]),
+    ({**FP8, "seq_length": 24}, "--seq-length", ["16 or 32"]),
+    (
+        {**FP8, "seq_length": 9, "micro_batch_size": 3},
+        "--seq-length",
+        ["got 27", "becomes 16 or 32"],
+    ),
+    # mesh
+    (
+        {"pipeline_model_parallel_size": 2},
+        "--pipeline-model-parallel-size",
+        ["not in this release"],
+    ),
+    ({"context_parallel_size": 2}, "--context-parallel-size", ["not in this release"]),
+    ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size", ["not in this release"]),
+    ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size", ["not in this release"]),
+    ({"device": "cpu", "distributed_backend": "nccl"}, "--distributed-backend", ["gloo"]),
+    # duration and schedule
+    ({"train_iters": 5, "train_samples": 50}, "--train-iters", ["Keep one of the two"]),
+    ({"train_iters": 5, "lr_decay_samples": 50}, "--lr-decay-samples", ["Use --lr-decay-iters"]),
+    (
+        {"train_samples": 50, "lr_warmup_iters": 5},
+        "--lr-warmup-iters",
+        ["Use --lr-warmup-samples"],
+    ),
+    ({"train_samples": 3, "global_batch_size": 4}, "--train-samples", ["3 and 4"]),
+    ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "--lr-warmup-fraction", ["Keep one"]),
+    ({"lr_warmup_fraction": 1.5}, "--lr-warmup-fraction", ["from 0 to 1"]),
+    ({"train_iters": 5, "lr_warmup_iters": 5}, "--lr-warmup-iters", ["Shorten the warm-up"]),
+    ({"lr": 1e-4, "min_lr": 1e-3}, "--min-lr", ["0.001 and 0.0001"]),
+    ({"lr": 1e-4, "lr_warmup_init": 1e-3}, "--lr-warmup-init", ["peak"]),
+    ({"lr": -1.0}, "--lr", ["0 or more"]),
+    ({"lr_decay_style": "WSD"}, "--lr-wsd-decay-iters", ["Add --lr-wsd-decay-iters"]),
+    (
+        {"lr_decay_style": "WSD", "train_samples": 50},
+        "--lr-wsd-decay-samples",
+        ["Add --lr-wsd-decay-samples"],
+    ),
+    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 501}, "--lr-wsd-decay-iters", ["501 and 500"]),
+    ({"lr_wsd_decay_iters": 5}, "--lr-wsd-decay-iters", ["Add --lr-decay-style WSD"]),
+    ({"start_weight_decay": 0.5}, "--start-weight-decay", ["constant"]),
+    ({"weight_decay_incr_style": "linear"}, "--start-weight-decay", ["both ends"]),
+    (
+        {
+            "weight_decay_incr_style": "cosine",
+            "start_weight_decay": 0.2,
+            "end_weight_decay": 0.1,
+        },
+        "--start-weight-decay",
+        ["0.2, 0.1 and cosine"],
+    ),
+    ({"loss_scale": 128}, "--loss-scale", ["add --fp16"]),
+    ({"fp16": True, "initial_loss_scale": 0.5}, "--initial-loss-scale", ["0.5 and 1.0"]),
+    ({"adam_beta2": 1.0}, "--adam-beta2", ["below 1"]),
+    # recomputation
+    (
+        {
+            "recompute_activations": True,
+            "recompute_granularity": "selective",
+            "recompute_num_layers": 24,
+        },
+        "--recompute-num-layers",
+        ["got 24", "Remove --recompute-num-layers", "--recompute-granularity full"],
+    ),
+    (
+        {"recompute_granularity": "selective", "recompute_method": "block"},
+        "--recompute-method",
+        ["Remove --recompute-method"],
+    ),
+    (
+        {"recompute_granularity": "full", "recompute_method": "uniform"},
+        "--recompute-num-layers",
+        ["--recompute-num-layers 1"],
+    ),
+    ({"recompute_num_layers": 1}, "--recompute-num-layers", ["Add --recompute-granularity full"]),
+    (
+        {
+            "recompute_activations": True,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        "--recompute-activations",
+        ["Remove --recompute-activations"],
+    ),
+    ({"recompute_modules": []}, "--recompute-modules", ["core_attn"]),
+    ({"recompute_modules": ["mlp"]}, "--recompute-modules", ["got mlp", "not in this release"]),
+    # data, files, logging
+    ({**DATA, "mock_data": True}, "--mock-data", ["--data-path", "Remove one"]),
+    ({"data_path": []}, "--data-path", ["--mock-data"]),
+    ({"data_path": ["a"]}, "--tokenizer-type", ["--vocab-size"]),
+    ({"split": "all"}, "--split", ["969,30,1"]),
+    ({"split": "0,0,0"}, "--split", ["got 0,0,0"]),
+    ({"split": "1,2,3,4"}, "--split", ["got 1,2,3,4"]),
+    ({"split": "9.9.9,1"}, "--split", ["969,30,1"]),
+    ({"tokenizer_model": "llama"}, "--tokenizer-type", ["--tokenizer-model llama"]),
+    ({"tokenizer_type": "Llama2Tokenizer"}, "--tokenizer-model", ["Add --tokenizer-model"]),
+    ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"}, "--merge-file", ["--merge-file"]),
+    ({"save": "x"}, "--save-interval", ["Add --save-interval"]),
+    ({"ckpt_step": 3}, "--ckpt-step", ["Add --load"]),
+    ({"finetune": True}, "--finetune", ["Add --load"]),
+    ({"use_checkpoint_args": True}, "--use-checkpoint-args", ["Add --load"]),
+    (
+        {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
+        "--override-opt_param-scheduler",
+        ["Remove one"],
+    ),
+    ({"wandb_project": "p"}, "--wandb-exp-name", ["Add --wandb-exp-name"]),
+    ({"wandb_entity": "p"}, "--wandb-entity", ["Add --wandb-project"]),
+    ({"manual_gc_interval": 5}, "--manual-gc-interval", ["Add --manual-gc"]),
+    ({"manual_gc_eval": False}, "--no-manual-gc-eval", ["Add --manual-gc"]),
+    # values of Megatron-LM that this release does not have
+    ({"fp8_recipe": "mxfp8", **FP8}, "--fp8-recipe", ["MXFP8", "delayed or tensorwise"]),
+    ({"ckpt_format": "torch"}, "--ckpt-format", ["torch_dist"]),
+    ({"optimizer": "muon"}, "--optimizer", ["adam or sgd"]),
+]
+
+
+@pytest.mark.parametrize(("fields", "flag", "words"), REFUSED, ids=lambda v: str(v)[:60])
+def test_refused_alone(fields, flag, words):
+    found = problems(**fields)
+    assert [problem.flags[0] for problem in found] == [flag]
+    for word in words:
+        assert word in str(found[0])
+
+
+# (world size, settings, first flag, words)
+REFUSED_ON_A_MESH = [
+    (6, {"tensor_model_parallel_size": 4}, "--tensor-model-parallel-size", ["on 6 processes"]),
+    (
+        3,
+        {"tensor_model_parallel_size": 3, "ffn_hidden_size": 96},
+        "--num-attention-heads",
+        ["4 and 3", "divides the heads"],
+    ),
+    (
+        4,
+        {
+            "tensor_model_parallel_size": 4,
+            "group_query_attention": True,
+            "num_query_groups": 2,
+        },
+        "--num-query-groups",
+        ["2 and 4"],
+    ),
+    (
+        4,
+        {"tensor_model_parallel_size": 4, "ffn_hidden_size": 90},
+        "--ffn-hidden-size",
+        ["Set --ffn-hidden-size 92"],
+    ),
+    (
+        4,
+        {"tensor_model_parallel_size": 4, "sequence_parallel": True, "seq_length": 30},
+        "--seq-length",
+        ["Set --seq-length 32"],
+    ),
+    (
+        4,
+        {"micro_batch_size": 2, "global_batch_size": 12},
+        "--global-batch-size",
+        ["4 replicas", "8 or 16"],
+    ),
+    (4, {"global_batch_size": 3}, "--global-batch-size", ["Set --global-batch-size 4"]),
+    (
+        4,
+        {"tensor_model_parallel_size": 4, "padded_vocab_size": 50258},
+        "--padded-vocab-size",
+        ["50260"],
+    ),
+    (
+        4,
+        {**FP8, "tensor_model_parallel_size": 4, "ffn_hidden_size": 224},
+        "--ffn-hidden-size",
+        ["got 56", "Set --ffn-hidden-size to 192 or 256"],
+    ),
+    (
+        4,
+        {**FP8, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+        "--seq-length",
+        ["got 8", "Set --seq-length to 64"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields", "flag", "words"), REFUSED_ON_A_MESH, ids=lambda v: str(v)[:60]
+)
+def test_refused_on_a_mesh(world_size, fields, flag, words):
+    found = problems(world_size, **fields)
+    assert [problem.flags[0] for problem in found] == [flag]
+    for word in words:
+        assert word in str(found[0])
+
+
+ACCEPTED = [
+    {},
+    {"kv_channels": 24, "hidden_size": 66},
+    {"group_query_attention": True, "num_query_groups": 4},
+    {"num_query_groups": 4},
+    {**FP8, "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
+    {**FP8, "fp8_recipe": "tensorwise", "first_last_layers_bf16": True},
+    {**FP8, "first_last_layers_bf16": True, "bf16": True},  # with delayed scaling too
+    {**FP8},  # float32 parameters
+    {**FP8, "fp16": True},
+    {"seq_length": 30},  # alignment matters only in FP8
+    {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 100},
+    {"train_samples": 100, "lr_decay_samples": 90, "lr_warmup_samples": 10},
+    {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    {"recompute_activations": True, "recompute_granularity": "selective"},
+    {**DATA, "split": "1"},
+    {"clip_grad": 0.0, "weight_decay": 0.0, "eval_iters": 0, "hidden_dropout": 0.0},
+    {"save": "x", "save_interval": 5, "load": "x", "finetune": True},
+    {"exit_duration_in_mins": 5, "exit_interval": 3, "exit_signal_handler": True},
+    {"fp16": True, "loss_scale": 1024.0},
+]
+
+
+@pytest.mark.parametrize("fields", ACCEPTED, ids=lambda v: str(v)[:60])
+def test_accepted(fields):
+    assert problems(**fields) == []
+
+
+def test_all_problems_come_at_once():
+    found = problems(
+        4,
+        num_attention_heads=5,
+        tensor_model_parallel_size=2,
+        fp16=True,
+        bf16=True,
+        lr="fast",
+        layer_count=3,
+        pipeline_model_parallel_size=2,
+        recompute_num_layers=1,
+        save="x",
+    )
+    first = [problem.flags[0] for problem in found]
+    for flag in (
+        "layer_count",
+        "--lr",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--fp16",
+        "--pipeline-model-parallel-size",
+        "--recompute-num-layers",
+        "--save-interval",
+    ):
+        assert flag in first
+
+
+def test_error_lists_its_problems():
+    with pytest.raises(ConfigError) as caught:
+        make_config(**TINY, fp16=True, bf16=True, save="x")
+    text = str(caught.value)
+    assert text.startswith("2 configuration problems:")
+    assert text.count("\n") == 2
+    assert [str(p) in text for p in caught.value.problems] == [True, True]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == text
+
+
+def test_problem_has_one_form():
+    problem = Problem(("--a", "--b"), 3, "It is odd", "Use 4")
+    assert str(problem) == "--a, --b: got 3. It is odd. Use 4."
+    assert str(Problem(("--a",), 3, "No.", "Did you mean 4?")) == "--a: got 3. No. Did you mean 4?"
+
+
+def test_every_problem_is_a_sentence_with_a_fix():
+    for fields, _, _ in REFUSED:
+        for problem in problems(**fields):
+            assert problem.why[0].isupper() or problem.why.startswith(("--", "torch", "muon"))
+            assert problem.fix
+            assert "\n" not in str(problem)
+
+
+def test_a_value_that_cannot_be_read_is_reported_once():
+    assert len(problems(num_layers="two")) == 1
+    assert len(problems(tensor_model_parallel_size="two")) == 1
+    assert len(problems(fp8_format="fp8", fp8_margin=3)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("num_layer", "num_layers"),
+        ("hiden_size", "hidden_size"),
+        ("tensor_parallel_size", "tensor_model_parallel_size"),
+        ("fp8_amax_history_length", "fp8_amax_history_len"),
+    ],
+)
+def test_unknown_names_get_the_nearest(name, near):
+    (problem,) = problems(**{name: 1})
+    assert problem.flags == (name,)
+    assert f"Did you mean {near}?" in str(problem)
+
+
+def test_derived_fields_cannot_be_set():
+    (problem,) = problems(data_parallel_size=2)
+    assert "Leave it out" in str(problem)
+
+
+def test_world_size_must_be_positive():
+    assert problems(0)[0].flags == ("world_size",)
+
+
+def fired(world_size, fields):
+    """Return the names of the rules that complain about these settings."""
+    draft = Draft({**TINY, **fields}, world_size)
+    derive(draft)
+    return {one.__name__ for one in RULES if list(one(draft))}
+
+
+def test_every_rule_is_documented_and_exercised():
+    names = [one.__name__ for one in RULES]
+    assert len(names) == len(set(names))
+    for one in RULES:
+        first = (one.__doc__ or "").strip().splitlines()[0]
+        assert first.endswith("."), one.__name__
+    cases = [(1, fields) for fields, _, _ in REFUSED]
+    cases += [(world, fields) for world, fields, _, _ in REFUSED_ON_A_MESH]
+    assert set(names) == set().union(*(fired(world, fields) for world, fields in cases))
+
+
+def test_rules_are_listed_by_subject():
+    modules = [one.__module__.rpartition("_")[2] for one in RULES]
+    assert list(dict.fromkeys(modules)) == ["model", "parallel", "training", "data"]
+    assert len(list(dict.fromkeys(modules))) == len(
+        [m for m, before in zip(modules, [None, *modules], strict=False) if m != before]
+    )
