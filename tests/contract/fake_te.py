@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from contract.te_sources import load_table, signature
+from tests.contract.te_sources import load_table, signature
 from torch import nn
 
 from megatron.core.backends.te_calls import Library, parse_version
@@ -200,6 +200,7 @@ class FakeLinearBase(nn.Module):
         elif self.parallel_mode == "row":
             size_in //= self.tp_size
         place = {"dtype": given["params_dtype"], "device": given["device"]}
+        self.sequence_parallel = given["sequence_parallel"]
         self.fuse_wgrad_accumulation = given["fuse_wgrad_accumulation"]
         self.use_bias, self.return_bias = given["bias"], given["return_bias"]
         self.fp8_meta: dict[str, Any] = {}
@@ -279,6 +280,8 @@ class FakeLinearBase(nn.Module):
         if self.with_norm:
             x = norm(x, self.kind, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         fp8 = self.fake.state.enabled
+        if fp8 and (x.numel() // x.shape[-1]) % 8:
+            raise AssertionError("FP8 execution requires the product of leading dimensions % 8")
         updates = self.prepare(x, first) if fp8 else False
 
         def after(grad: torch.Tensor) -> None:

@@ -6,9 +6,9 @@ import inspect
 
 import pytest
 import torch
-from contract import te_sources
-from contract.fake_te import FakeTransformerEngine
-from contract.te_sources import RELEASES, load_table, signature
+from tests.contract import te_sources
+from tests.contract.fake_te import FakeTransformerEngine
+from tests.contract.te_sources import RELEASES, load_table, signature
 
 from megatron.core.backends import te_calls
 

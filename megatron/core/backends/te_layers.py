@@ -36,6 +36,9 @@ else:
     _Mixin = object
 
 
+ROW_ALIGNMENT = 16  # FP8 products of the library need tokens in these multiples
+
+
 class _TeModule(_Mixin):
     """What every module on Transformer Engine has.
 
@@ -138,6 +141,7 @@ class _TeLinear(_TeModule):
 
     weight: nn.Parameter
     fuse_wgrad_accumulation: bool
+    sequence_parallel: bool
     init_fp8_metadata: Any
     _fp8_workspaces: Any
     _parallel_mode: str
@@ -201,12 +205,22 @@ class _TeLinear(_TeModule):
             # With this attribute the library hands autograd a dummy gradient of arbitrary
             # contents, which the data-parallel hook would add. Without it autograd gets none.
             del weight.grad_added_to_main_grad
+        x = x.to(weight.dtype)
+        rows = x.numel() // x.shape[-1]
+        pad = -rows % ROW_ALIGNMENT if self.precision.active and not self.sequence_parallel else 0
+        lead = x.shape[:-1]
+        if pad:
+            # The last token again: it changes no maximum, and its gradient is zero.
+            x = x.reshape(rows, -1)
+            x = torch.cat([x, x[-1:].expand(pad, -1)])
         with self._fp8():
             # False means "use the cached FP8 weight, or make one". True would also overwrite
             # main_grad, and so lose gradients when a layer runs twice before a backward pass;
             # _drop_stale_weight does the refreshing instead.
-            result = super().forward(x.to(weight.dtype), is_first_microbatch=False)
+            result = super().forward(x, is_first_microbatch=False)
         y, bias = result if isinstance(result, tuple) else (result, None)
+        if pad:
+            y = y[:rows].view(*lead, -1)
         return y, bias if self.skip_bias_add else None
 
     @contextmanager
@@ -445,15 +459,13 @@ class TeCoreAttention(_TeModule):
 
         Args:
             query: `[s, b, n, d]`.
-            key: `[t, b, g, d]`, t >= s; the queries are the last s of the t positions.
-            value: `[t, b, g, d]`.
+            key: `[s, b, g, d]`.
+            value: `[s, b, g, d]`.
 
         Returns:
             `[s, b, n * d]`.
         """
-        same = query.shape[0] == key.shape[0]
-        mask = "causal" if same else "causal_bottom_right"
-        context: torch.Tensor = super().forward(query, key, value, attn_mask_type=mask)
+        context: torch.Tensor = super().forward(query, key, value)
         return context
 
 
