@@ -90,7 +90,7 @@ def test_masks_and_positions(window, eod_mask_loss, reset_position_ids, pad):
 
 def test_foreign_token_ids_are_named(toy):
     data = dataset(toy, 8, vocab_size=31)
-    with pytest.raises(DataError, match=r"toy: got token id 32 in document 7.*0 to 30"):
+    with pytest.raises(DataError, match=r"toy: got token id 31 in document 7.*0 to 30"):
         [data[i] for i in range(len(data))]
     assert dataset(toy, 8, vocab_size=33)[0]["tokens"].tolist() == [21, 22, 23, 24]
 

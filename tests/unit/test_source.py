@@ -232,3 +232,15 @@ def test_more_iterations_continue_within_the_same_data(tmp_path):
     longer, _, _ = sources(config(tmp_path, data_path=[path], split="8,1,1", train_iters=15))
     for step in range(10):
         assert torch.equal(short.batch(4 * step, 1, 0).tokens, longer.batch(4 * step, 1, 0).tokens)
+
+
+def test_options_about_document_ends_need_such_a_token(tmp_path):
+    path = corpus(tmp_path)
+    tokenizer = build_tokenizer(config(tmp_path).data)
+    for flag in ("eod_mask_loss", "reset_position_ids"):
+        cfg = config(tmp_path, data_path=[path], split="8,1,1", **{flag: True})
+        train, _, _ = sources(cfg)
+        assert getattr(train.dataset.config, flag) is True
+        tokenizer.eod = None
+        with pytest.raises(DataError, match=f"^--{flag.replace('_', '-')}: got"):
+            build_sources(cfg, tokenizer, ParallelState.single())

@@ -170,7 +170,9 @@ class GPTDataset:
 
     def fingerprint(self) -> str:
         """Return a hash of the corpus and the order, to compare between ranks."""
-        digest = hashlib.blake2b(repr(self.description()).encode(), digest_size=16)
+        shaped_by = self.description()
+        del shaped_by["dataset_path"]  # nodes may keep their copies at different places
+        digest = hashlib.blake2b(repr(shaped_by).encode(), digest_size=16)
         for name in _ARRAYS:
             array = getattr(self.order, name)
             digest.update(repr(array.shape).encode())
@@ -202,27 +204,31 @@ class GPTDataset:
             raise IndexError(f"sample {index} of {len(self)} in {self.corpus.prefix} {self.name}")
         row = int(self.order.shuffle_index[index])
         (first, offset), (last, last_offset) = self.order.sample_index[row : row + 2].tolist()
+        documents = self.order.document_index[first : last + 1].tolist()
         parts = []
-        for position in range(first, last + 1):
-            document = int(self.order.document_index[position])
-            start = offset if position == first else 0
-            count = last_offset + 1 - start if position == last else None
-            part = self.corpus.get(document, start, count)
-            self._check_ids(part, document)
-            parts.append(part)
-        return np.concatenate(parts).astype(np.int64, copy=False)
-
-    def _check_ids(self, tokens: npt.NDArray[Any], document: int) -> None:
+        for place, document in enumerate(documents):
+            start = offset if place == 0 else 0
+            count = last_offset + 1 - start if place == last - first else None
+            parts.append(self.corpus.get(document, start, count))
+        window = np.concatenate(parts).astype(np.int64, copy=False)
         limit = self.config.vocab_size
-        if limit is None or not tokens.size:
-            return
-        low, high = int(tokens.min()), int(tokens.max())
-        if low >= 0 and high < limit:
-            return
-        raise DataError(
+        if limit is not None and (int(window.min()) < 0 or int(window.max()) >= limit):
+            raise self._foreign_id(documents, parts, limit)
+        return window
+
+    def _foreign_id(
+        self, documents: list[int], parts: list[npt.NDArray[Any]], limit: int
+    ) -> DataError:
+        found = next(
+            (int(token), document)
+            for document, part in zip(documents, parts, strict=True)
+            for token in part
+            if not 0 <= int(token) < limit
+        )
+        return DataError(
             complaint(
                 f"--data-path {self.corpus.prefix}",
-                f"token id {high if high >= limit else low} in document {document}",
+                f"token id {found[0]} in document {found[1]}",
                 f"The tokenizer has ids 0 to {limit - 1}",
                 "Train with the tokenizer that wrote the corpus "
                 "(--tokenizer-type, --tokenizer-model, --vocab-size)",

@@ -134,7 +134,7 @@ class IndexedDataset:
                 f"which take {plain} bytes",
             )
         self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
-        raw = np.memmap(path, mode="r", dtype=np.uint8) if size else np.empty(0, np.uint8)
+        raw = _mapped(path)
         edges = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
         self.sequence_lengths: npt.NDArray[np.int32] = raw[edges[0] : edges[1]].view("<i4")
         self.sequence_pointers: npt.NDArray[np.int64] = raw[edges[1] : edges[2]].view("<i8")
@@ -177,7 +177,7 @@ class IndexedDataset:
             )
         self._tokens: npt.NDArray[np.uint8] | None = None
         if self.mmap:
-            self._tokens = np.memmap(path, mode="r", dtype=np.uint8) if have else np.empty(0, "u1")
+            self._tokens = _mapped(path) if have else np.empty(0, np.uint8)
         else:
             self._file = path.open("rb", buffering=0)
 
@@ -262,6 +262,11 @@ class IndexedDataset:
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_reopen, (self.prefix, self.mmap))
+
+
+def _mapped(path: Path) -> npt.NDArray[np.uint8]:
+    # As a plain array: every slice of a memmap object pays for bookkeeping that nobody reads.
+    return np.memmap(path, mode="r", dtype=np.uint8).view(np.ndarray)
 
 
 def _reopen(prefix: str, mmap: bool) -> IndexedDataset:

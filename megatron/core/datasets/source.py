@@ -210,6 +210,12 @@ def _build_datasets(
                     f"Give it a share, e.g. 969,30,1{fix}",
                 )
             )
+    for flag, given in (
+        ("--eod-mask-loss", config.eod_mask_loss),
+        ("--reset-position-ids", config.reset_position_ids),
+    ):
+        if given:
+            tokenizer.require_eod(flag)
     samples = SampleConfig(
         sequence_length=config.seq_length,
         seed=config.seed,
