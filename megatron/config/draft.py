@@ -191,6 +191,15 @@ def _derive_duration(c: Draft) -> None:
         c.values["check_for_nan_in_loss_and_grad"] = False
 
 
+def _notice_early_end(c: Draft) -> None:
+    decays = c.lr_decay_style != "constant" and c.counts("train_iters", "lr_decay_iters")
+    if decays and c.lr_decay_iters < c.train_iters:
+        c.notices.append(
+            f"the learning rate stays at --min-lr {c.min_lr} after step {c.lr_decay_iters} of"
+            f" {c.train_iters}, where its schedule ends"
+        )
+
+
 def _derive_data(c: Draft) -> None:
     if not c.data_path and not c.mock_data:
         c.values["mock_data"] = True
@@ -225,6 +234,7 @@ _STEPS: tuple[Callable[[Draft], None], ...] = (
     _derive_shape,
     _derive_mesh,
     _derive_duration,
+    _notice_early_end,
     _derive_data,
 )
 

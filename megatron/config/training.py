@@ -33,7 +33,9 @@ class TrainingConfig:
     exit_duration_in_mins: int | None = field(
         help="Save and leave after this long.", units="minutes"
     )
-    exit_signal_handler: bool = field(False, help="On SIGTERM finish the step, save and leave.")
+    exit_signal_handler: bool = field(
+        False, help="On SIGTERM or SIGUSR1 finish the step, save and leave."
+    )
     eval_interval: int | None = field(
         help="Evaluate on the validation data every so many steps.", units="steps"
     )

@@ -190,6 +190,12 @@ class TestDerived:
         cfg = tiny(train_iters=1, lr=1e-3, mock_data=True, vocab_size=64)
         assert cfg.notices == ()
 
+    def test_a_schedule_that_ends_early_is_noticed(self):
+        notice = "stays at --min-lr 0.0 after step 5 of 9"
+        assert any(notice in n for n in tiny(train_iters=9, lr_decay_iters=5).notices)
+        cfg = tiny(train_iters=9, lr_decay_iters=5, lr_decay_style="constant")
+        assert not any("stays at" in n for n in (*cfg.notices, *tiny(train_iters=9).notices))
+
     def test_split_default_is_noticed_with_data(self):
         cfg = tiny(data_path=["a"], tokenizer_type="NullTokenizer", vocab_size=9)
         assert cfg.split == "969, 30, 1"
