@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,7 @@ def save(
     blobs: Mapping[str, bytes],
     peers: Peers,
     assets: Mapping[str, Path] | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> Saved:
     """Write a checkpoint so that a crash at any moment leaves the previous one loadable.
 
@@ -56,6 +57,8 @@ def save(
         blobs: Key -> bytes; a key offered by several ranks must hold the same bytes.
         peers: The ranks that call this together.
         assets: Relative name -> file to copy along (a tokenizer, say).
+        check: Called on the first rank with the finished files before they become a checkpoint;
+            if it raises ``CheckpointError``, they do not.
 
     Returns:
         Where it lies and how large it is.
@@ -70,13 +73,27 @@ def save(
         peers.attempt(lambda: _must_see(tmp))
         records = _write(tmp, tensors, blobs, peers)
         records.update(peers.decide(lambda: place.copy_files(tmp, assets or {})))
+    except CheckpointError as error:
+        _discard(tmp, peers)
+        raise CheckpointError(_save_failure(root, needed, str(error))) from error
+    if check is not None:
+        try:
+            peers.decide(lambda: check(tmp))
+        except CheckpointError:
+            _discard(tmp, peers)
+            raise
+    try:
         final = peers.decide(lambda: place.commit(tmp, records))
     except CheckpointError as error:
-        if peers.leads:
-            place.discard(tmp)
+        _discard(tmp, peers)
         raise CheckpointError(_save_failure(root, needed, str(error))) from error
     size = sum(r.size_bytes for r in records.values())
     return Saved(final, size, time.monotonic() - start)
+
+
+def _discard(tmp: Path, peers: Peers) -> None:
+    if peers.leads:
+        place.discard(tmp)
 
 
 def open_checkpoint(directory: Path, peers: Peers, check_contents: bool = True) -> Reader:

@@ -1,0 +1,147 @@
+r"""Convert model weights between HuggingFace directories and checkpoints of this project.
+
+Examples::
+
+    python tools/checkpoint/convert.py --model-type GPT --loader huggingface --saver megatron \
+        --load-dir Llama-3.2-1B --save-dir ckpt
+    python tools/checkpoint/convert.py --model-type GPT --loader megatron --saver huggingface \
+        --load-dir ckpt --save-dir my-llama --target-dtype bf16
+
+One process, no GPU, no process group. The result is compared with its source (tensors bitwise,
+logits in fp32) before the tool says that it is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.config import ConfigError  # noqa: E402
+from megatron.core.errors import MegatronError  # noqa: E402
+from megatron.training import hf_convert, hf_verify  # noqa: E402
+
+_ALIASES = {
+    "mcore": "megatron",
+    "core": "megatron",
+    "hf": "huggingface",
+    "llama_mistral": "huggingface",
+}
+_FORMATS = ("megatron", "huggingface")
+
+
+def _format(name: str) -> str:
+    return _ALIASES.get(name, name)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the command line."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--model-type", required=True, choices=("GPT",))
+    p.add_argument("--loader", type=_format, choices=_FORMATS, default="megatron")
+    p.add_argument("--saver", type=_format, choices=_FORMATS, default="megatron")
+    p.add_argument(
+        "--load-dir", type=Path, required=True,
+        help="HuggingFace directory, save directory, or one iter_XXXXXXX directory",
+    )  # fmt: skip
+    p.add_argument("--save-dir", type=Path, required=True)
+    p.add_argument(
+        "--target-dtype", choices=tuple(hf_convert.DTYPES),
+        help="type of the written weights (default: that of the source)",
+    )  # fmt: skip
+    p.add_argument(
+        "--true-vocab-size", type=int, help="vocabulary without padding, if unknown to the source"
+    )
+    for name in ("tensor", "pipeline", "expert"):
+        p.add_argument(
+            f"--target-{name}-parallel-size", type=int, default=None,
+            help="accepted and not needed: checkpoints do not depend on the layout",
+        )  # fmt: skip
+    p.add_argument(
+        "--verify", action=argparse.BooleanOptionalAction, default=None,
+        help="compare logits with transformers' (default: if that library is installed and both "
+        "models fit in memory)",
+    )  # fmt: skip
+    return p
+
+
+def _free_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _should_verify(asked: bool | None, request: hf_convert.Request, numel: int) -> bool:
+    """Decide, and say so when the check is left out."""
+    if request.loader == request.saver:
+        if asked:
+            print("NOTE: --verify compares two formats; both ends have the same one")
+        return False
+    if asked is not None:
+        if not asked:
+            print("NOTE: the logits are not compared (--no-verify)")
+        return asked
+    needed = 3 * 4 * numel  # two models in fp32, and one being loaded
+    if needed > _free_bytes():
+        print(
+            f"NOTE: the logits are not compared: both models in fp32 need {needed / 1e9:.1f} GB, "
+            f"{_free_bytes() / 1e9:.1f} GB are free; --verify compares them all the same"
+        )
+        return False
+    try:
+        hf_verify.import_transformers()
+    except MegatronError:
+        print("NOTE: the logits are not compared: transformers is not installed")
+        return False
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert, verify, report."""
+    args = parser().parse_args(argv)
+    if any((args.target_tensor_parallel_size, args.target_pipeline_parallel_size)):
+        print("NOTE: checkpoints do not depend on the layout; the target sizes are not needed")
+    request = hf_convert.Request(
+        args.loader, args.saver, args.load_dir, args.save_dir, args.target_dtype,
+        args.true_vocab_size,
+    )  # fmt: skip
+    try:
+        source = hf_convert.open_source(request)
+        numel = hf_convert.count_elements(source)
+        print(
+            f"converting {args.load_dir} ({source.model_type}, {numel / 1e6:.1f} M parameters, "
+            f"{args.loader}) to {args.saver}"
+        )
+        dtype = hf_convert.target_dtype(request, source)
+        check = None
+        if _should_verify(args.verify, request, numel):
+            check = partial(_verify, request, source, dtype)
+        result = hf_convert.convert(request, source, check)
+    except (MegatronError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"done: {result} ({dtype})")
+    return 0
+
+
+def _verify(
+    request: hf_convert.Request,
+    source: hf_convert.HfSource | hf_convert.MegatronSource,
+    dtype: str,
+    result: Path,
+) -> None:
+    """Compare the finished files with their source."""
+    ours, theirs = source.directory, result
+    if request.loader == "huggingface":
+        ours, theirs = result, source.directory
+    report = hf_verify.verify(ours, theirs, dtype, request.vocab_size)
+    print(f"verified: all tensors equal; {report.line()}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
