@@ -1,0 +1,115 @@
+"""Does a model learn in FP8 what it learns in BF16?
+
+Trains the quickstart model in BF16, FP8 delayed and FP8 tensorwise with several seeds, each seed
+with one data order for all precisions, and compares the mean validation loss. A last variant is
+broken on purpose, with every scale frozen at 1: the check must reject it.
+
+    make quickstart                       # prepares the corpus
+    python benchmarks/fp8_learns.py       # about ten runs of a few minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FINAL = re.compile(
+    r"validation loss at iteration \d+ on validation set \| lm loss value: ([0-9.E+-]+)"
+)
+DELAYED = ["--fp8-format", "hybrid", "--fp8-recipe", "delayed"]
+VARIANTS = {
+    "bf16": [],
+    "delayed": DELAYED,
+    "tensorwise": ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
+    "broken": DELAYED,
+}
+# Relative excess of the mean validation loss over BF16 that is still accepted.
+BAND = 0.005
+
+
+def child(variant: str, flags: list[str]) -> int:
+    """Run the ordinary training program, for `broken` with scales that never move."""
+    sys.path.insert(0, str(ROOT))
+    import pretrain_gpt
+
+    if variant == "broken":
+        from megatron.core.fp8 import Fp8State
+
+        Fp8State.sync = lambda self, axis=None: self.discard()
+    return pretrain_gpt.main(flags)
+
+
+def final_loss(variant: str, seed: int, args: argparse.Namespace) -> float:
+    """Train one model in a process of its own; return its validation loss in nats per token."""
+    work = args.workdir
+    flags = ["--config", str(ROOT / "configs/quickstart_llama_10m.yaml"), "--bf16"]
+    flags += ["--data-path", str(work / "corpus_text_document")]
+    flags += ["--data-cache-path", str(work / "cache")]
+    flags += ["--tokenizer-type", "SentencePieceTokenizer"]
+    flags += ["--tokenizer-model", str(work / "tokenizer.model")]
+    flags += ["--train-iters", str(args.train_iters), "--seed", str(seed)]
+    flags += ["--eval-interval", str(args.train_iters * 2), "--eval-iters", str(args.eval_iters)]
+    flags += ["--log-interval", "50", *VARIANTS[variant]]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    command = [sys.executable, __file__, "--child", variant, "--", *flags]
+    begun = time.monotonic()
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    found = FINAL.findall(done.stdout)
+    if done.returncode != 0 or not found:
+        sys.exit(f"{variant} seed {seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    loss = float(found[-1])
+    print(f"{variant:>10} seed {seed}: {loss:.4f}  ({time.monotonic() - begun:.0f} s)", flush=True)
+    return loss
+
+
+def main() -> int:
+    """Train all variants and judge them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workdir", type=Path, default=ROOT / "quickstart")
+    parser.add_argument("--train-iters", type=int, default=150)
+    parser.add_argument("--eval-iters", type=int, default=40)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--parallel", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--output", type=Path, help="write the figures here as JSON")
+    args = parser.parse_args()
+    jobs = [(variant, seed) for seed in args.seeds for variant in VARIANTS]
+    with ThreadPoolExecutor(args.parallel) as pool:
+        losses = list(pool.map(lambda job: final_loss(*job, args), jobs))
+    by_variant = {name: [] for name in VARIANTS}
+    for (variant, _), loss in zip(jobs, losses, strict=True):
+        by_variant[variant].append(loss)
+    base = statistics.mean(by_variant["bf16"])
+    spread = statistics.stdev(by_variant["bf16"]) if len(args.seeds) > 1 else 0.0
+    verdicts = {}
+    print(f"\nBF16 mean {base:.4f}, spread over seeds {spread:.4f}, accepted excess {BAND:.1%}")
+    for variant in VARIANTS:
+        excess = statistics.mean(by_variant[variant]) / base - 1.0
+        inside = excess <= BAND
+        verdicts[variant] = {"losses": by_variant[variant], "excess": excess, "inside": inside}
+        print(
+            f"{variant:>10}: mean {base * (1 + excess):.4f}  {excess:+.3%}  "
+            f"{'inside' if inside else 'OUTSIDE'}"
+        )
+    if args.output:
+        args.output.write_text(json.dumps(verdicts, indent=1) + "\n")
+    good = all(verdicts[v]["inside"] for v in ("delayed", "tensorwise"))
+    return 0 if good and not verdicts["broken"]["inside"] else 1
+
+
+if __name__ == "__main__":
+    if "--child" in sys.argv:
+        at = sys.argv.index("--child")
+        sys.exit(child(sys.argv[at + 1], sys.argv[at + 3 :]))
+    sys.exit(main())
