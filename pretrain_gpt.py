@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
-from megatron.config import ConfigError
 from megatron.config.cli import parse
 
 
@@ -22,43 +22,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(tokens):
         parse(tokens)  # prints and leaves, before torch is imported
     from megatron.core import parallel_state
-    from megatron.core.errors import MegatronError
-    from megatron.training.initialize import read_launch, start
+    from megatron.training.failures import Report
+    from megatron.training.initialize import Launch, read_launch, start
     from megatron.training.providers import saved_config
     from megatron.training.trainer import Trainer
 
-    label, runtime, trainer = "", None, None
-    try:
-        launch = read_launch()
-        label = f"rank {launch.rank}"
-        config, notices = parse(tokens, launch.world_size, saved_config)
+    with Report(Launch()) as report:
+        report.launch = launch = read_launch()
+        # What --print-config asks for is printed once.
+        with contextlib.redirect_stdout(sys.stdout if launch.rank == 0 else io.StringIO()):
+            config, notices = parse(tokens, launch.world_size, saved_config)
         runtime = start(config, launch)
-        label = runtime.mesh.label()
+        report.where = runtime.mesh.label
         parallel_state.install(runtime.mesh)
         trainer = Trainer(runtime, notices)
-        code = trainer.run()
+        report.where = trainer.where
+        trainer.run()
         runtime.close()
-        return code
-    except ConfigError as error:
-        if label in ("rank 0", ""):
-            print(error, file=sys.stderr, flush=True)
-        return 2
-    except MegatronError as error:
-        print(f"[{trainer.where() if trainer else label}] {error}", file=sys.stderr, flush=True)
-        return 1
-    except Exception as error:
-        # One write, so that the ranks' texts do not mix; the last line says who, where and what.
-        text = traceback.format_exc()
-        text += f"[{trainer.where() if trainer else label}] {type(error).__name__}: {error}\n"
-        sys.stderr.write(text)
-        return 1
+    return report.exit_code
 
 
 if __name__ == "__main__":
-    exit_code = main()
+    code = main()
     sys.stdout.flush()
-    sys.stderr.flush()
-    if exit_code:
-        # A failed rank must not wait for the others in some library's clean-up: it leaves at once,
-        # and the launcher ends the rest.
-        os._exit(exit_code)
+    if code:
+        # A failed rank does not wait in some library's clean-up for the others: it leaves at once,
+        # its connections break, and the launcher ends the rest.
+        os._exit(code)

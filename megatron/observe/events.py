@@ -7,7 +7,7 @@ written as JSON or compared without a reference to live tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -207,21 +207,17 @@ class Incident:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The run is over.
+    """The run ended as it should.
 
     Attributes:
         iteration: Last iteration that ran.
-        reason: Why it ended, in Megatron's words where it has some.
-        exit_code: What the process returns.
+        reason: ``done``, or why it left early.
         last_checkpoint: Newest complete checkpoint, empty when there is none.
-        extra: Further plain values.
     """
 
     iteration: int
     reason: str
-    exit_code: int = 0
     last_checkpoint: str = ""
-    extra: Mapping[str, object] = field(default_factory=dict)
 
 
 Event = (

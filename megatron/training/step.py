@@ -47,6 +47,9 @@ class TrainStep:
         runtime: Mesh and device.
         parts: Model, optimizer, scheduler, FP8 state.
         source: Training batches.
+
+    Attributes:
+        iteration: Number of the iteration that was started last, 0 before the first.
     """
 
     def __init__(self, cfg: RunConfig, runtime: Runtime, parts: Parts, source: Source) -> None:
@@ -60,7 +63,7 @@ class TrainStep:
         self._actions = generate(cfg.num_microbatches, num_stages=cfg.pipeline_model_parallel_size)[
             self._mesh.pp.rank
         ]
-        self._iteration, self._consumed = 0, 0
+        self.iteration, self._consumed = 0, 0
         # [tokens, loss] summed over this rank's microbatches, later over the whole batch.
         self._sums = torch.zeros(2, device=self._device)
         self._loss, self._tokens, self._grad_norm = 0.0, 0.0, 0.0
@@ -77,7 +80,7 @@ class TrainStep:
             iteration: Its number, counted from 1; dropout depends on it.
             consumed_samples: Samples read before it; the data depend on it.
         """
-        self._iteration, self._consumed = iteration, consumed_samples
+        self.iteration, self._consumed = iteration, consumed_samples
         self._sums.zero_()
         self.parts.ddp.zero_grad_buffer()
         self._runner.run(self._actions)
@@ -91,7 +94,7 @@ class TrainStep:
 
     def forward(self, microbatch: int) -> torch.Tensor:
         """Return the sum of the token losses of one microbatch."""
-        self.parts.rng.position = (self._iteration, microbatch)
+        self.parts.rng.position = (self.iteration, microbatch)
         batch = self._source.batch(self._consumed, microbatch, self._mesh.dp.rank)
         batch = batch.to(self._device)
         losses = self.parts.ddp(batch.tokens, batch.position_ids, batch.labels)  # [b, s]

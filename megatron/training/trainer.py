@@ -56,6 +56,7 @@ class Trainer:
         self.mesh = runtime.mesh
         self.progress = Progress()
         self.last_checkpoint = ""
+        self._last_good_checkpoint = ""
         self._notices = notices
         self._bad_steps = 0
         self._flops = flops_per_iteration(self.config)
@@ -85,12 +86,15 @@ class Trainer:
 
     def where(self) -> str:
         """Return this rank and its place in the run, for messages about failures."""
-        place = f"{self.mesh.label()}, iteration {self.progress.iteration + 1}"
-        action = self._step.current if self._step else ""
-        return f"{place}, {action}" if action else place
+        place = self.mesh.label()
+        if self._step is not None:
+            place += f", iteration {self._step.iteration}"
+            if self._step.current:
+                place += f", {self._step.current}"
+        return place
 
-    def run(self) -> int:
-        """Set up, train to the end or to a reason to stop, and return the exit code.
+    def run(self) -> None:
+        """Set up, and train to the end or to a reason to stop.
 
         Raises:
             MegatronError: The run cannot start or cannot go on.
@@ -100,7 +104,7 @@ class Trainer:
             with watch, self._collected_by_hand():
                 sources = self._setup()
                 try:
-                    return self._train(sources, watch)
+                    self._train(sources, watch)
                 finally:
                     sources.close()
         finally:
@@ -126,7 +130,7 @@ class Trainer:
                 say=self._say,
             )
             if loaded:
-                self.last_checkpoint = str(cfg.load)
+                self.last_checkpoint = self._last_good_checkpoint = str(cfg.load)
                 self._saved_at = self.progress.iteration
         self._describe()
         self._stamp("after model, optimizer, and learning rate scheduler are built")
@@ -183,7 +187,7 @@ class Trainer:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def _train(self, sources: Sources, watch: ExitWatch) -> int:
+    def _train(self, sources: Sources, watch: ExitWatch) -> None:
         cfg, progress = self.config, self.progress
         if sources.train is None:
             raise TrainingError(
@@ -207,10 +211,11 @@ class Trainer:
                 gc.collect()
             reason = watch.reason(progress.iteration)
             if reason is not None:
-                return self._leave_early(reason)
+                self._leave_early(reason)
+                return
             if cfg.save and cfg.save_interval and progress.iteration % cfg.save_interval == 0:
                 self._save()
-        return self._finish(sources, watch)
+        self._finish(sources, watch)
 
     def _account(self, outcome: StepOutcome) -> None:
         """Advance the counters and report the step."""
@@ -260,7 +265,7 @@ class Trainer:
         if self._bad_steps < MAX_BAD_STEPS:
             return
         what = "loss" if not outcome.loss_is_finite else "gradient norm"
-        last = self.last_checkpoint or "none"
+        last = self._last_good_checkpoint or "none"
         raise TrainingError(
             complaint(
                 what,
@@ -320,15 +325,16 @@ class Trainer:
             )
         self._saved_at = self.progress.iteration
         self.last_checkpoint = str(path)
+        if not self._bad_steps:
+            self._last_good_checkpoint = str(path)
         self.bus.emit(CheckpointSaved(self.progress.iteration, str(path)))
 
-    def _leave_early(self, reason: str) -> int:
+    def _leave_early(self, reason: str) -> None:
         self._save()
         self._stamp(reason)
-        self.bus.emit(RunEnd(self.progress.iteration, reason, 0, self.last_checkpoint))
-        return 0
+        self.bus.emit(RunEnd(self.progress.iteration, reason, self.last_checkpoint))
 
-    def _finish(self, sources: Sources, watch: ExitWatch) -> int:
+    def _finish(self, sources: Sources, watch: ExitWatch) -> None:
         """Save, then evaluate validation and test data a last time."""
         cfg, progress = self.config, self.progress
         self._stamp("after training is done")
@@ -340,8 +346,7 @@ class Trainer:
                 loss = evaluate(cfg, self._runtime, self.parts, sources.test, 0)
                 if loss is not None:
                     self._report_evaluation(f"{place} test set", loss)
-        self.bus.emit(RunEnd(progress.iteration, "done", 0, self.last_checkpoint))
-        return 0
+        self.bus.emit(RunEnd(progress.iteration, "done", self.last_checkpoint))
 
     # -- words ----------------------------------------------------------------------------------
 
