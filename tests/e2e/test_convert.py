@@ -1,0 +1,298 @@
+"""The converter's command line with random models of every supported architecture."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+from megatron.core.dist_checkpointing import schema  # noqa: E402
+from megatron.core.dist_checkpointing.storage import Reader  # noqa: E402
+from megatron.training import hf_map, hf_verify  # noqa: E402
+from tools.checkpoint import convert  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB = 257  # not a multiple of anything the model pads to
+
+LLAMA = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64,
+    "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
+GPT2 = {
+    "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "vocab_size": VOCAB,
+    "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
+}  # fmt: skip
+
+MODELS = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-multi-head": ("Llama", {"num_key_value_heads": 6}),
+    "llama-one-group": ("Llama", {"num_key_value_heads": 1}),
+    "llama-wide-heads": ("Llama", {"head_dim": 16, "rms_norm_eps": 1e-3}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-3": ("Llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 16384}),
+    "llama-theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gpt2": ("GPT2", {}),
+    "gpt2-untied": ("GPT2", {"tie_word_embeddings": False, "n_inner": 80}),
+}
+
+
+def make_model(name, directory, dtype=torch.float32):
+    family, change = MODELS[name]
+    base = GPT2 if family == "GPT2" else LLAMA
+    config = getattr(transformers, f"{family}Config")(**{**base, **change})
+    torch.manual_seed(0)
+    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    model = getattr(transformers, head)(config)
+    with torch.no_grad():  # biases and norms start at constants, which would hide mistakes
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.to(dtype).save_pretrained(directory)
+    return model
+
+
+def run(loader, saver, load, save, *flags):
+    return convert.main(
+        ["--model-type", "GPT", "--loader", loader, "--saver", saver, "--load-dir", str(load),
+         "--save-dir", str(save), *flags]
+    )  # fmt: skip
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        if isinstance(model, transformers.PreTrainedModel):
+            return model(input_ids=tokens).logits
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        return model(tokens, positions)[..., :VOCAB]
+
+
+def state_of(directory):
+    from megatron.training.hf_files import HfWeights
+
+    weights = HfWeights(Path(directory))
+    return {name: weights.get(name) for name in weights}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip_is_bitwise_and_logits_agree(tmp_path, capsys, name):
+    theirs = make_model(name, tmp_path / "hf").eval()
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt") == 0
+    assert "verified: all tensors equal" in capsys.readouterr().out
+    ours = hf_verify.load_ours(tmp_path / "ckpt" / "release")
+    tokens = torch.randint(0, VOCAB, (2, 48))
+    assert (logits(ours, tokens) - logits(theirs, tokens)).abs().max() <= 1e-4
+    assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "back") == 0
+    before, after = state_of(tmp_path / "hf"), state_of(tmp_path / "back")
+    assert set(before) == set(after)
+    for key, value in before.items():
+        assert torch.equal(value, after[key]), key
+        assert after[key].dtype == value.dtype
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert torch.equal(logits(reloaded.eval(), tokens), logits(theirs, tokens))
+    assert reloaded.config.vocab_size == VOCAB
+    assert reloaded.config.tie_word_embeddings == theirs.config.tie_word_embeddings
+    assert reloaded.config.eos_token_id == 2
+
+
+def test_target_dtype(tmp_path, capsys):
+    make_model("llama", tmp_path / "hf")
+    assert run(
+        "huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt", "--target-dtype", "bf16",
+        "--target-tensor-parallel-size", "2",
+    ) == 0  # fmt: skip
+    out = capsys.readouterr().out
+    assert "verified" in out
+    assert "do not depend on the layout" in out
+    reader = Reader(tmp_path / "ckpt" / "release")
+    assert {e.dtype for e in reader.tensors.values()} == {torch.bfloat16}
+    assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "back") == 0
+    for key, value in state_of(tmp_path / "hf").items():
+        assert torch.equal(value.bfloat16(), state_of(tmp_path / "back")[key])
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_tokenizer_files_travel(tmp_path):
+    make_model("llama", tmp_path / "hf")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "hf" / name).write_text('{"x": 1}')
+    run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt", "--no-verify")
+    run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "back", "--no-verify")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+# ------------------------------------------------------------------ a wrong mapping is caught
+
+
+def swapped(tensors):
+    return torch.cat(list(tensors)[::-1])
+
+
+def sections(tensors, groups, width):
+    return torch.cat(list(tensors))
+
+
+def unsections(fused, groups, width):
+    heads = fused.shape[0] // width - 2 * groups
+    return torch.split(fused, [heads * width, groups * width, groups * width])
+
+
+WRONG = {
+    "gate and up": (
+        {"_stack": swapped, "_halves": lambda t: t.chunk(2)[::-1]},
+        "the MLP of layer 0",
+    ),
+    "qkv layout": (
+        {"interleave_qkv": sections, "split_qkv": unsections},
+        "the attention of layer 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("direction", ["in", "out"])
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_mapping_fails_and_names_the_place(tmp_path, capsys, monkeypatch, what, direction):
+    make_model("llama", tmp_path / "hf")
+    changes, place = WRONG[what]
+    if direction == "out":
+        assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt") == 0
+    for name, function in changes.items():
+        monkeypatch.setattr(hf_map, name, function)
+    if direction == "in":
+        code = run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt")
+        assert sorted(os.listdir(tmp_path / "ckpt")) == []
+    else:
+        code = run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "back")
+        assert sorted(os.listdir(tmp_path)) == ["ckpt", "hf"]
+    assert code == 1
+    assert f"The first part that differs is {place}" in capsys.readouterr().err
+
+
+def test_a_wrong_tensor_is_named(tmp_path, capsys, monkeypatch):
+    make_model("llama", tmp_path / "hf")
+    from megatron.training import hf_convert
+
+    real = hf_convert._lazy
+
+    def damaged(source, row, layer, dtype):
+        piece = real(source, row, layer, dtype)
+        if layer == 1 and row.key.endswith("linear_fc2.weight"):
+            return piece._replace(make=lambda: piece.values() + 1)
+        return piece
+
+    monkeypatch.setattr(hf_convert, "_lazy", damaged)
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt") == 1
+    error = capsys.readouterr().err
+    assert "decoder.layers.mlp.linear_fc2.weight, layer 1" in error
+    assert "model.layers.1.mlp.down_proj.weight" in error
+
+
+# ------------------------------------------------------------------ wrong inputs
+
+
+def edit_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "bloom"}, "model_type 'bloom'"),
+        ({"num_hidden_layers": 4}, "missing tensors: model.layers.3"),
+        ({"num_hidden_layers": 2}, "tensors without a place in the model: model.layers.2"),
+        ({"intermediate_size": 64}, "config.json implies"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from the word embeddings"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_by_name(tmp_path, capsys, changes, message):
+    make_model("llama", tmp_path / "hf")
+    edit_config(tmp_path / "hf", **changes)
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt") == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_untied_without_an_output_layer_is_refused(tmp_path, capsys):
+    make_model("llama-tied", tmp_path / "hf")
+    edit_config(tmp_path / "hf", tie_word_embeddings=False)
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt") == 1
+    assert "missing tensors: lm_head.weight" in capsys.readouterr().err
+
+
+def test_a_copy_of_tied_embeddings_is_accepted(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    make_model("llama-tied", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    state = load_file(path)
+    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, path)
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt", "--no-verify") == 0
+    assert "output_layer.weight" not in Reader(tmp_path / "ckpt" / "release").tensors
+
+
+def test_places(tmp_path, capsys):
+    make_model("llama", tmp_path / "hf")
+    assert run("huggingface", "megatron", tmp_path / "absent", tmp_path / "ckpt") == 1
+    assert "There is no such directory" in capsys.readouterr().err
+    assert run("megatron", "huggingface", tmp_path / "hf", tmp_path / "x") == 1
+    assert "latest_checkpointed_iteration.txt" in capsys.readouterr().err
+    run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt", "--no-verify")
+    assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "hf") == 1
+    assert "It is not empty" in capsys.readouterr().err
+    release = tmp_path / "ckpt" / "release"
+    assert run("megatron", "huggingface", release, tmp_path / "back", "--no-verify") == 0
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
+    make_model("llama", tmp_path / "hf")
+    run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt", "--no-verify")
+    file = tmp_path / "ckpt" / "release" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "back") == 1
+    assert "__0_0.distcp" in capsys.readouterr().err
+
+
+def test_bare_gpt2_files_without_the_prefix(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    make_model("gpt2", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    state = {k.removeprefix("transformer."): v for k, v in load_file(path).items()}
+    state["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)  # the causal mask that old files carry
+    save_file(state, path)
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt", "--no-verify") == 0
+    reader = Reader(tmp_path / "ckpt" / "release")
+    assert {k for k in reader.tensors if schema.is_model_key(k)} == set(reader.tensors)
+
+
+def test_as_a_command(tmp_path):
+    make_model("gpt2", tmp_path / "hf")
+    shutil.copytree(tmp_path / "hf", tmp_path / "elsewhere" / "hf")
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "checkpoint" / "convert.py"), "--model-type", "GPT",
+         "--loader", "huggingface", "--saver", "megatron", "--load-dir", "hf", "--save-dir", "out",
+         "--no-verify"],
+        cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "done: out/release (fp32)" in result.stdout
