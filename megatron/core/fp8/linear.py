@@ -25,6 +25,12 @@ from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_gather, reduce_scatter
 
 
+_CHANGED_WEIGHT = (
+    "linear: got a weight that was changed in place between forward and backward. The input gradient"
+    " needs the weight of the forward. Update weights after the backward pass."
+)
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -125,13 +131,15 @@ class _PlainLinear(torch.autograd.Function):
         local = _flat(x)
         whole = _flat(all_gather(x, gather)) if gather is not None else local
         ctx.save_for_backward(local if weight.requires_grad else None, weight, bias)
+        ctx.owners = weight, bias
         ctx.gather, ctx.x_shape, ctx.x_dtype = gather, x.shape, x.dtype
         y = gemm_nt(whole, weight, out_dtype=weight.dtype, bias=bias)
         return y.view(_output_shape(x, weight.shape[0], gather))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x = ctx.saved_tensors[0]
+        weight, bias = ctx.owners
         dy = _flat(grad)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
@@ -179,12 +187,14 @@ class _Fp8Linear(torch.autograd.Function):
         saved_x: Operand | None = None
         if weight.requires_grad:
             saved_x = quantized if ctx.wgrad_in_fp8 else local.to(weight.dtype)
-        _save(ctx, weight, bias, saved_x, weight_col if ctx.needs_input_grad[0] else None)
+        _keep_parameters(ctx, weight, bias)
+        _save_operands(ctx, saved_x, weight_col if ctx.needs_input_grad[0] else None)
         return y.view(_output_shape(x, weight.shape[0], gather))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, bias, x, weight_col = _saved(ctx)
+        x, weight_col = _saved(ctx)
+        weight, bias = ctx.owners
         precision: LinearPrecision = ctx.precision
         dy = _flat(grad)
         dx = dw = db = None
@@ -210,13 +220,15 @@ class _Fp8Linear(torch.autograd.Function):
         return dx, dw, db, None, None, None, None
 
 
-def _save(
-    ctx: Any,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    x: Operand | None,
-    weight_col: QuantizedTensor | None,
-) -> None:
+def _keep_parameters(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Keep the parameters themselves: recomputation hands back saved tensors as new objects.
+
+    Those would have no `main_grad`.
+    """
+    ctx.weight, ctx.bias, ctx.weight_version = weight, bias, weight._version
+
+
+def _save_operands(ctx: Any, x: Operand | None, weight_col: QuantizedTensor | None) -> None:
     """Keep operands where activation recomputation can drop them: among the saved tensors."""
     ctx.x_like = ctx.weight_like = None
     x_data = x_inv = col_data = col_inv = None
@@ -227,18 +239,16 @@ def _save(
     if weight_col is not None:
         col_data, col_inv = weight_col.data, weight_col.scale_inv
         ctx.weight_like = (weight_col.fmt, weight_col.block)
-    ctx.save_for_backward(weight, bias, x_data, x_inv, col_data, col_inv)
+    ctx.save_for_backward(x_data, x_inv, col_data, col_inv)
 
 
-def _saved(ctx: Any) -> tuple[torch.Tensor, torch.Tensor | None, Any, Any]:
-    weight, bias, x_data, x_inv, col_data, col_inv = ctx.saved_tensors
-    x: Operand | None = x_data
+def _saved_operands(ctx: Any) -> tuple[Any, Any]:
+    x, x_inv, col, col_inv = ctx.saved_tensors
     if ctx.x_like is not None:
-        x = QuantizedTensor(x_data, x_inv, *ctx.x_like)
-    col = None
+        x = QuantizedTensor(x, x_inv, *ctx.x_like)
     if ctx.weight_like is not None:
-        col = QuantizedTensor(col_data, col_inv, *ctx.weight_like)
-    return weight, bias, x, col
+        col = QuantizedTensor(col, col_inv, *ctx.weight_like)
+    return x, col
 
 
 _plain_linear: Callable[..., torch.Tensor] = _PlainLinear.apply
