@@ -293,6 +293,8 @@ class AmaxBook:
             direction: `forward`, `backward` or `both` columns.
         """
         history, scale = self.history, self.scale
+        if not scale.numel():
+            return
         if axis is not None and axis.size > 1 and self.recipe.reduce_amax:
             span = self._span(direction)
             staged = history[0, span]

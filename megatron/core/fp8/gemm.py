@@ -162,7 +162,8 @@ def _hardware(
     wide_n = -(-n // _ALIGNMENT) * _ALIGNMENT
     left = _padded(a.data, m, wide_k)
     right = _padded(b.data, wide_n, wide_k)
-    fused = bias if bias is not None and wide_n == n and bias.dtype == out_dtype else None
+    fuses = wide_n == n and out_dtype in (torch.bfloat16, torch.float16)
+    fused = bias if bias is not None and fuses and bias.dtype == out_dtype else None
     out = torch._scaled_mm(
         left,
         right.t(),

@@ -25,12 +25,6 @@ from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_gather, reduce_scatter
 
 
-_CHANGED_WEIGHT = (
-    "linear: got a weight that was changed in place between forward and backward. The input gradient"
-    " needs the weight of the forward. Update weights after the backward pass."
-)
-
-
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -130,8 +124,9 @@ class _PlainLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         local = _flat(x)
         whole = _flat(all_gather(x, gather)) if gather is not None else local
-        ctx.save_for_backward(local if weight.requires_grad else None, weight, bias)
-        ctx.owners = weight, bias
+        # The weight is saved too so that autograd notices if it is changed before the backward.
+        ctx.save_for_backward(local if weight.requires_grad else None, weight)
+        _keep_parameters(ctx, weight, bias)
         ctx.gather, ctx.x_shape, ctx.x_dtype = gather, x.shape, x.dtype
         y = gemm_nt(whole, weight, out_dtype=weight.dtype, bias=bias)
         return y.view(_output_shape(x, weight.shape[0], gather))
@@ -139,7 +134,7 @@ class _PlainLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x = ctx.saved_tensors[0]
-        weight, bias = ctx.owners
+        weight, bias = ctx.weight, ctx.bias
         dy = _flat(grad)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
@@ -193,8 +188,8 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight_col = _saved(ctx)
-        weight, bias = ctx.owners
+        x, weight_col = _saved_operands(ctx)
+        weight, bias = ctx.weight, ctx.bias
         precision: LinearPrecision = ctx.precision
         dy = _flat(grad)
         dx = dw = db = None
@@ -225,7 +220,7 @@ def _keep_parameters(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None) 
 
     Those would have no `main_grad`.
     """
-    ctx.weight, ctx.bias, ctx.weight_version = weight, bias, weight._version
+    ctx.weight, ctx.bias = weight, bias
 
 
 def _save_operands(ctx: Any, x: Operand | None, weight_col: QuantizedTensor | None) -> None:

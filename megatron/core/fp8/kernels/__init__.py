@@ -38,6 +38,11 @@ def use(name: str) -> str:
     return previous
 
 
+def set_threads(count: int | None) -> int | None:
+    """Threads of the compiled loops; None, the default, follows torch. Returns the old setting."""
+    return compiled.set_threads(count) if compiled is not None else None
+
+
 def _compiled_for(x: torch.Tensor) -> bool:
     return (
         _enabled

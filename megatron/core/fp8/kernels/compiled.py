@@ -192,9 +192,19 @@ def _pool(pid: int, workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="fp8-kernels")
 
 
+_threads: int | None = None
+
+
+def set_threads(count: int | None) -> int | None:
+    """See `kernels.set_threads`."""
+    global _threads
+    previous, _threads = _threads, count
+    return previous
+
+
 def _run(size: int, body: Callable[[int, int], Any]) -> list[Any]:
     """Call `body(start, stop)` over `[0, size)`, one range a thread."""
-    threads = torch.get_num_threads() if size >= _PARALLEL_FROM else 1
+    threads = (_threads or torch.get_num_threads()) if size >= _PARALLEL_FROM else 1
     if threads == 1:
         return [body(0, size)]
     step = -(-size // threads)

@@ -31,14 +31,14 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude, fp32 0-dim; NaN elements are ignored."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    low, high = torch.aminmax(x.detach())
-    largest = torch.maximum(-low, high).float()
-    if x.device.type != "cpu":
-        # Reading the value would wait for the device, so the NaN-free answer is always computed.
-        return x.detach().abs().nan_to_num(0.0, float("inf")).amax().float()
-    if torch.isnan(largest):
-        return x.detach().abs().nan_to_num(0.0, float("inf")).amax().float()
-    return largest
+    values = x.detach()
+    if x.device.type == "cpu":
+        low, high = torch.aminmax(values)
+        largest = torch.maximum(-low, high).float()
+        if not torch.isnan(largest):
+            return largest
+    # On a device, asking whether there is a NaN would wait for it.
+    return values.abs().nan_to_num_(0.0, float("inf")).amax().float()
 
 
 class _Scratch:
