@@ -1,0 +1,408 @@
+"""The `TE*` names that model code imports, answered by whichever backend runs here.
+
+A tutorial's specification made of these names builds Transformer Engine layers where that library
+runs and native ones elsewhere; the log says once which. Two ways to construct a layer:
+
+* In a specification: `build_module` passes `build=`, and the run's own backend supplies the class.
+* Directly, as with Megatron-Core: `TEColumnParallelLinear(in, out, config=config, ...)` with a
+  finished configuration, e.g. from `TransformerConfig(...)`. The mesh is the one installed in
+  `parallel_state`, or this process alone. Layers made from one configuration share one FP8 state,
+  `fp8_state(config)`, whose `sync(axis)` is to be called once an optimizer step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.core import parallel_state
+from megatron.core.backends import te_calls, te_layers
+from megatron.core.backends.contract import Backend
+from megatron.core.backends.registry import resolve
+from megatron.core.backends.te import TransformerEngineBackend
+from megatron.core.build import Build
+from megatron.core.errors import MegatronError, complaint
+from megatron.core.fp8 import Fp8State
+from megatron.core.mesh import ParallelState
+from megatron.core.shards import InitMethod
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.random import RngStreams, checkpoint
+from megatron.core.transformer.core_attention import NativeCoreAttention
+from megatron.core.transformer.initialization import init_methods
+from megatron.core.transformer.norms import Norm
+
+__all__ = [
+    "TEColumnParallelLinear",
+    "TEDotProductAttention",
+    "TELayerNormColumnParallelLinear",
+    "TENorm",
+    "TERowParallelLinear",
+    "chosen_backend",
+    "fp8_state",
+    "te_checkpoint",
+]
+
+_LOG = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+# -- which backend --------------------------------------------------------------------------------
+
+
+def chosen_backend(transformer_impl: str = "auto") -> tuple[str, str]:
+    """Name of the backend that layers get here, and why.
+
+    Args:
+        transformer_impl: What `--transformer-impl` would be.
+
+    Raises:
+        BackendUnavailable: A backend was named that cannot run here.
+    """
+    backend, reason = resolve(transformer_impl, _device())
+    return backend.name, reason
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _say(backend: Backend, reason: str) -> None:
+    """Log once which backend answers these names."""
+    if backend.name in _said:
+        return
+    _said.add(backend.name)
+    # The names promise Transformer Engine, so anything else should be seen without asking.
+    level = logging.INFO if isinstance(backend, TransformerEngineBackend) else logging.WARNING
+    _LOG.log(level, "TE* layers run on the %s backend (%s)", backend.name, reason)
+
+
+# -- direct construction --------------------------------------------------------------------------
+
+
+@dataclass
+class _Workshop:
+    """What the layers made from one configuration share."""
+
+    build: Build
+    reason: str
+    made: dict[str, int] = field(default_factory=dict)
+
+    def next_build(self, name: str) -> Build:
+        """A build with a path of its own, the same in every process that builds alike."""
+        number = self.made.get(name, 0)
+        self.made[name] = number + 1
+        return self.build.at(f"{name}.{number}")
+
+
+_workshops: dict[int, _Workshop] = {}
+
+
+def fp8_state(config: RunConfig) -> Fp8State:
+    """The FP8 state shared by the layers that were constructed directly from `config`."""
+    return _workshop(config).build.fp8
+
+
+def _workshop(config: RunConfig) -> _Workshop:
+    if not isinstance(config, RunConfig):
+        raise TypeError(
+            complaint(
+                "config",
+                type(config).__name__,
+                "A layer is built from `build=` or from a finished configuration",
+                "Pass config=TransformerConfig(...) of"
+                " megatron.core.transformer.transformer_config, or make_config(...)",
+            )
+        )
+    if id(config) not in _workshops:
+        mesh = ParallelState.single()
+        if parallel_state.is_initialized():
+            mesh = parallel_state.get_parallel_state()
+        device = _device()
+        backend, reason = resolve(config.transformer_impl, device)
+        build = Build(
+            config=config,
+            mesh=mesh,
+            backend=backend,
+            fp8=Fp8State.from_config(config, device),
+            rng=RngStreams(config.seed, mesh, device),
+            device=device,
+        )
+        # The build holds the configuration, so its id is not used again.
+        _workshops[id(config)] = _Workshop(build, reason)
+    return _workshops[id(config)]
+
+
+def _placed(
+    name: str, build: Build | None, config: RunConfig | None, options: dict[str, Any]
+) -> Build:
+    """The build to construct with: the one given, or a new place in the configuration's workshop.
+
+    Drops from `options` what Megatron-Core passes and what has no meaning here.
+
+    Raises:
+        TypeError: Neither or both were given.
+    """
+    if (build is None) == (config is None):
+        raise TypeError(
+            complaint(
+                name,
+                "both build and config" if build is not None else "neither build nor config",
+                "A specification passes `build=`, direct construction passes `config=`",
+                "Pass one of them",
+            )
+        )
+    if build is not None:
+        _say(build.backend, "the run's own choice")
+        return build
+    options.pop("tp_comm_buffer_name", None)  # names a buffer of an overlap that is not used
+    workshop = _workshop(config)  # type: ignore[arg-type]
+    _check_group(name, options.pop("tp_group", None), workshop.build.mesh)
+    _say(workshop.build.backend, workshop.reason)
+    return workshop.next_build(name)
+
+
+def _check_group(name: str, group: Any, mesh: ParallelState) -> None:
+    if group is not None and group is not mesh.tp.group:
+        raise MegatronError(
+            complaint(
+                f"{name}(tp_group=)",
+                group,
+                "Layers are split over the mesh installed in parallel_state",
+                "Call parallel_state.initialize_model_parallel and leave tp_group out",
+            )
+        )
+
+
+class _Facade(type):
+    """Metaclass of the names: `isinstance` holds for the layers of every backend."""
+
+    kinds: tuple[type, ...]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        """Whether `instance` is this layer in any backend."""
+        return isinstance(instance, cls.kinds)
+
+
+class _Named(metaclass=_Facade):
+    """Base of the names; calling one constructs the backend's layer instead of itself."""
+
+    kinds: tuple[type, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse classes derived from a name: it stands for more than one class."""
+        super().__init_subclass__(**kwargs)
+        name = cls.__mro__[1].__name__
+        if name.startswith("TE"):
+            raise TypeError(
+                complaint(
+                    f"class {cls.__name__}",
+                    f"{name} as its base",
+                    "That name stands for the class of whichever backend runs",
+                    f"Derive from a backend's class, e.g. {cls.kinds[0].__qualname__} of"
+                    f" {cls.kinds[0].__module__}",
+                )
+            )
+
+
+class TEColumnParallelLinear(_Named):
+    """A linear layer with its outputs split over tensor-parallel ranks."""
+
+    kinds = (layers.ColumnParallelLinear, te_layers.TeColumnParallelLinear)
+
+    def __new__(
+        cls,
+        in_features: int,
+        out_features: int,
+        *,
+        build: Build | None = None,
+        config: RunConfig | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Construct it; arguments as for the native `ColumnParallelLinear`, `build` or `config`."""
+        build = _placed("te_column_parallel_linear", build, config, options)
+        init = init_method or init_methods(build.config).hidden
+        make = build.backend.column_parallel_linear
+        return make(in_features, out_features, build=build, init_method=init, bias=bias, **options)
+
+
+class TELayerNormColumnParallelLinear(_Named):
+    """A norm and a linear layer with split outputs, in one module."""
+
+    kinds = (layers.LayerNormColumnParallelLinear, te_layers.TeLayerNormColumnParallelLinear)
+
+    def __new__(
+        cls,
+        in_features: int,
+        out_features: int,
+        *,
+        build: Build | None = None,
+        config: RunConfig | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Construct it; arguments as for `TEColumnParallelLinear`."""
+        build = _placed("te_layernorm_column_parallel_linear", build, config, options)
+        init = init_method or init_methods(build.config).hidden
+        make = build.backend.layernorm_column_parallel_linear
+        return make(in_features, out_features, build=build, init_method=init, bias=bias, **options)
+
+
+class TERowParallelLinear(_Named):
+    """A linear layer with its inputs split over tensor-parallel ranks."""
+
+    kinds = (layers.RowParallelLinear, te_layers.TeRowParallelLinear)
+
+    def __new__(
+        cls,
+        in_features: int,
+        out_features: int,
+        *,
+        build: Build | None = None,
+        config: RunConfig | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Construct it; arguments as for the native `RowParallelLinear`, `build` or `config`."""
+        build = _placed("te_row_parallel_linear", build, config, options)
+        init = init_method or init_methods(build.config).output
+        make = build.backend.row_parallel_linear
+        return make(in_features, out_features, build=build, init_method=init, bias=bias, **options)
+
+
+class TENorm(_Named):
+    """LayerNorm or RMSNorm, as the configuration says."""
+
+    kinds = (Norm, te_layers.TeNormModule)
+
+    def __new__(
+        cls,
+        config: RunConfig | int | None = None,
+        hidden_size: int | None = None,
+        eps: float | None = None,
+        *,
+        build: Build | None = None,
+        **options: Any,
+    ) -> Any:
+        """Construct it: `TENorm(config, size, eps)`, or `TENorm(size, build=build)`.
+
+        Raises:
+            MegatronError: `eps` is not the configuration's.
+        """
+        if isinstance(config, int):
+            config, hidden_size = None, config
+        build = _placed("te_norm", build, config, options)
+        epsilon = build.config.norm_epsilon
+        if eps is not None and eps != epsilon:
+            raise MegatronError(
+                complaint(
+                    "TENorm(eps=)",
+                    eps,
+                    f"The configuration has norm_epsilon={epsilon}, and norms have one epsilon",
+                    f"Set norm_epsilon={eps} in the configuration",
+                )
+            )
+        if hidden_size is None:
+            hidden_size = build.config.hidden_size
+        return build.backend.norm(hidden_size, build=build, **options)
+
+
+class TEDotProductAttention(_Named):
+    """Causal attention without projections."""
+
+    kinds = (NativeCoreAttention, te_layers.TeCoreAttention)
+
+    def __new__(
+        cls,
+        config: RunConfig | None = None,
+        layer_number: int = 1,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        *,
+        build: Build | None = None,
+        **options: Any,
+    ) -> Any:
+        """Construct it; `forward(query, key, value)` takes `[s, b, heads, d]` each.
+
+        Raises:
+            MegatronError: Another mask than the causal one, or cross-attention, was asked for.
+        """
+        mask = getattr(attn_mask_type, "name", attn_mask_type)
+        for name, got, only in (
+            ("attn_mask_type", mask, "causal"),
+            ("attention_type", attention_type, "self"),
+        ):
+            if got is not None and str(got).lower() != only:
+                raise MegatronError(
+                    complaint(
+                        f"TEDotProductAttention({name}=)",
+                        got,
+                        "The models here are decoders: causal self-attention",
+                        f"Use {only}",
+                    )
+                )
+        build = _placed("te_dot_product_attention", build, config, options)
+        return build.backend.core_attention(build=build, layer_number=layer_number, **options)
+
+
+# -- recompute ------------------------------------------------------------------------------------
+
+
+def te_checkpoint(
+    forward_func: Callable[..., Any],
+    distribute_saved_activations: bool,
+    get_rng_state_tracker: Callable[[], Any] | None,
+    tp_group: Any,
+    *args: Any,
+    rng: RngStreams | None = None,
+    fp8: Fp8State | None = None,
+) -> Any:
+    """Recompute `forward_func(*args)` in the backward pass instead of keeping its activations.
+
+    Transformer Engine's own `checkpoint` where that library runs, else the project's.
+
+    Args:
+        forward_func: Function of tensors.
+        distribute_saved_activations: Split the kept inputs over tensor-parallel ranks; only
+            Transformer Engine does.
+        get_rng_state_tracker: Transformer Engine's random states.
+        tp_group: Ranks for `distribute_saved_activations`.
+        args: Arguments of `forward_func`.
+        rng: The build's random streams, if `forward_func` drops out. With them, or with `fp8`, the
+            project's function runs on every backend.
+        fp8: The build's FP8 state.
+
+    Raises:
+        MegatronError: Distribution was asked for and the project's function runs.
+    """
+    backend, reason = resolve("auto", _device())
+    _say(backend, reason)
+    if isinstance(backend, TransformerEngineBackend) and rng is None and fp8 is None:
+        return te_calls.checkpoint(
+            backend.library,
+            forward_func,
+            *args,
+            distribute_saved_activations=distribute_saved_activations,
+            get_rng_state_tracker=get_rng_state_tracker,
+            tp_group=tp_group,
+        )
+    if distribute_saved_activations:
+        raise MegatronError(
+            complaint(
+                "te_checkpoint(distribute_saved_activations=)",
+                True,
+                "The project's recompute keeps inputs whole",
+                "Pass False",
+            )
+        )
+    return checkpoint(forward_func, *args, rng=rng, fp8=fp8)
