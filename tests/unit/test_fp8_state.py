@@ -1,0 +1,198 @@
+"""Policy and state: who gets FP8 and why, the table, and what a checkpoint carries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config import make_config
+from megatron.core.errors import CheckpointError, PrecisionError
+from megatron.core.fp8 import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Format,
+    Fp8Policy,
+    Fp8State,
+    Role,
+)
+
+DELAYED = DelayedScaling(amax_history_len=4)
+
+
+def state_of(recipe=DELAYED, paths=("decoder.layers.0.a", "decoder.layers.1.a"), **policy):
+    state = Fp8State(Fp8Policy(recipe=recipe, **policy))
+    for path in paths:
+        state.for_linear(path)
+    return state
+
+
+def trained(recipe=DELAYED):
+    state = state_of(recipe)
+    if state.book is not None:
+        for amax in (2.0, 8.0, 4.0):
+            state.book.history[0] = amax
+            state.sync()
+    return state
+
+
+# -- policy ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, Float8CurrentScaling()], ids=lambda r: r.name)
+def test_first_and_last_layers_in_bf16_with_every_recipe(recipe):
+    policy = Fp8Policy(recipe=recipe, num_layers=6, first_in_bf16=1, last_in_bf16=2)
+    kept = [policy.decide(f"decoder.layers.{i}.mlp.linear_fc1").recipe is None for i in range(6)]
+    assert kept == [True, False, False, False, True, True]
+    reason = policy.decide("decoder.layers.5.mlp.linear_fc1").reason
+    assert reason == "--first-last-layers-bf16: among the last 2 layers"
+    by_number = [policy.decide("fc", layer_number=n).recipe is None for n in range(1, 7)]
+    assert by_number == kept  # a layer number counts from 1
+
+
+def test_layer_number_outside_the_model():
+    policy = Fp8Policy(recipe=DELAYED, num_layers=4)
+    for number in (0, 5):
+        with pytest.raises(PrecisionError, match="numbered from 1 to 4"):
+            policy.decide("fc", layer_number=number)
+
+
+def test_output_layer_and_switched_off():
+    assert Fp8Policy(recipe=DELAYED).decide("output_layer").recipe is None
+    assert Fp8Policy(recipe=DELAYED).decide("output_layer").reason
+    assert "--fp8-format" in Fp8Policy().decide("decoder.layers.0.a").reason
+
+
+# -- table ----------------------------------------------------------------------------------------
+
+
+def test_rows_say_what_runs_and_why():
+    state = state_of(num_layers=2, first_in_bf16=1, wgrad=False)
+    rows = state.rows()
+    assert [(r.path[-3], r.gemm, r.delivered) for r in rows] == [
+        ("0", "fprop", "bf16"),
+        ("0", "dgrad", "bf16"),
+        ("0", "wgrad", "bf16"),
+        ("1", "fprop", "fp8 e4m3xe4m3 delayed"),
+        ("1", "dgrad", "fp8 e5m2xe4m3 delayed"),
+        ("1", "wgrad", "bf16"),
+    ]
+    assert not any(row.is_fallback for row in rows)
+    assert rows[3].kernel.startswith("emulated e4m3xe4m3")
+    assert rows[5].reason == "--no-fp8-wgrad"
+
+
+def test_a_switched_off_state_is_a_fallback():
+    state = state_of()
+    state.enabled = False
+    row = state.rows()[0]
+    assert row.is_fallback
+    assert row.delivered == "bf16"
+    assert "switched off" in row.reason
+
+
+def test_exact_emulation_is_named():
+    state = Fp8State(Fp8Policy(recipe=DELAYED), emulation="exact")
+    assert state.for_linear("a").row().kernel == "emulated e4m3xe4m3 fp32 GEMM"
+    with pytest.raises(PrecisionError, match="--fp8-emulation: got sloppy"):
+        Fp8State(Fp8Policy(), emulation="sloppy")
+
+
+def test_from_a_configuration():
+    cfg = make_config(
+        world_size=1, num_layers=3, hidden_size=32, num_attention_heads=2, seq_length=16,
+        max_position_embeddings=16, micro_batch_size=1, mock_data=True, vocab_size=64,
+        train_iters=1, lr=1e-3, bf16=True, fp8_format="e4m3", fp8_recipe="tensorwise",
+        first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, fp8_wgrad=False,
+        fp8_emulation="exact",
+    )  # fmt: skip
+    state = Fp8State.from_config(cfg)
+    assert state.recipe == Float8CurrentScaling(fp8_format=Format.E4M3)
+    assert (state.policy.first_in_bf16, state.policy.last_in_bf16) == (2, 1)
+    assert (state.policy.wgrad, state.policy.num_layers) == (False, 3)
+    assert state.emulation == "exact"
+    assert state.params_dtype == torch.bfloat16
+    assert state.book is None
+
+
+def test_disabled_state():
+    state = Fp8State.disabled()
+    precision = state.for_linear("decoder.layers.0.a")
+    assert not precision.active
+    assert not precision.wants_fp32_norm
+    assert precision.fp8_meta["recipe"] is None
+    state.sync()
+    assert state.load_state_dict(state.state_dict()) == []
+    with pytest.raises(KeyError):
+        precision.quantizer(Role.INPUT)
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+def test_not_recording_is_restored_after_an_error():
+    state = state_of()
+    with pytest.raises(KeyError), state.not_recording():
+        {}[state.recording]
+    assert state.recording
+    with state.not_recording():
+        assert not state.recording
+
+
+def test_a_discarded_step_leaves_no_trace():
+    state = trained()
+    scale, history = state.book.scale.clone(), state.book.history.clone()
+    state.book.history[0] = float("inf")
+    state.discard()
+    assert torch.equal(state.book.scale, scale)
+    assert torch.equal(state.book.history, history)
+    state.book.history[0] = 4.0
+    state.sync()
+    assert torch.isfinite(state.book.history).all()
+
+
+# -- checkpoint -----------------------------------------------------------------------------------
+
+
+def test_round_trip():
+    saved, fresh = trained().state_dict(), state_of()
+    assert saved["recipe"] == "delayed"
+    assert set(saved["layers"]) == {"decoder.layers.0.a", "decoder.layers.1.a"}
+    assert fresh.load_state_dict(saved) == []
+    assert torch.equal(fresh.book.scale, trained().book.scale)
+    assert torch.equal(fresh.book.history, trained().book.history)
+    assert fresh.state_dict().keys() == saved.keys()
+
+
+def test_a_state_that_never_ran_saves_the_same_keys():
+    fresh, used = state_of().state_dict(), trained().state_dict()
+    assert fresh["layers"].keys() == used["layers"].keys()
+
+
+@pytest.mark.parametrize("empty", [None, {}])
+def test_checkpoint_without_fp8(empty):
+    (message,) = state_of().load_state_dict(empty)
+    assert "the checkpoint has none" in message
+    assert state_of(Float8CurrentScaling()).load_state_dict(empty)
+    assert Fp8State.disabled().load_state_dict(empty) == []
+
+
+def test_other_recipe_drops_the_state_and_says_so():
+    (message,) = state_of().load_state_dict(trained(Float8CurrentScaling()).state_dict())
+    assert "saved with recipe tensorwise, this run uses delayed" in message
+    (message,) = Fp8State.disabled().load_state_dict(trained().state_dict())
+    assert "not in FP8" in message
+
+
+def test_other_format_converts_the_scales():
+    fresh = state_of(DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3))
+    (message,) = fresh.load_state_dict(trained().state_dict())
+    assert "hybrid" in message
+    backward = fresh.book.columns("decoder.layers.0.a", "backward")
+    assert fresh.book.scale[backward].tolist() == [56, 56]  # 448 / 8, was 57344 / 8
+    assert fresh.book.history[:, backward][:, 0].tolist() == [0, 2, 8, 4]
+
+
+def test_missing_layers():
+    more = state_of(paths=("decoder.layers.0.a", "decoder.layers.2.a", "decoder.layers.3.a"))
+    with pytest.raises(CheckpointError, match=r"decoder\.layers\.2\.a, decoder\.layers\.3\.a"):
+        more.load_state_dict(trained().state_dict())
