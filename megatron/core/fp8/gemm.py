@@ -162,8 +162,9 @@ def _hardware(
     wide_n = -(-n // _ALIGNMENT) * _ALIGNMENT
     left = _padded(a.data, m, wide_k)
     right = _padded(b.data, wide_n, wide_k)
-    fuses = wide_n == n and out_dtype in (torch.bfloat16, torch.float16)
-    fused = bias if bias is not None and fuses and bias.dtype == out_dtype else None
+    # The kernel adds a bias of the output's type; it has none for fp32 outputs.
+    fuses = bias is not None and bias.dtype == out_dtype != torch.float32
+    fused = F.pad(bias, (0, wide_n - n)) if bias is not None and fuses else None
     out = torch._scaled_mm(
         left,
         right.t(),
@@ -173,4 +174,4 @@ def _hardware(
         out_dtype=out_dtype,
         use_fast_accum=fast_accum,
     )[:, :n]
-    return out if bias is None or fused is not None else out + bias
+    return out if bias is None or fuses else out + bias
