@@ -1,0 +1,165 @@
+"""What has to hold on a GPU, as functions of the device. Each returns what it measured.
+
+The reference is the exact emulation on the CPU. On a CPU device the cases compare the emulation
+with itself: that proves nothing about hardware, but it keeps the suite in order where there is
+none.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.backends.contract import Backend
+from megatron.core.backends.native import NativeBackend
+from megatron.core.build import Build
+from megatron.core.fp8 import E4M3, E5M2, Fp8State, QuantizedTensor, gemm_nt, kernels
+from megatron.core.mesh import ParallelState
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import RngStreams
+from tests.small_models import LLAMA, batch, small_config
+
+CPU = torch.device("cpu")
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+RECIPES = {
+    "delayed": {"fp8_recipe": "delayed", "fp8_amax_history_len": 4},
+    "tensorwise": {"fp8_recipe": "tensorwise"},
+}
+LAYERS = ("column_parallel_linear", "layernorm_column_parallel_linear", "row_parallel_linear")
+
+
+def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of the reference."""
+    x, reference = x.detach().to(CPU, torch.float64), reference.detach().to(CPU, torch.float64)
+    return float((x - reference).norm() / reference.norm())
+
+
+def all_bf16_values() -> torch.Tensor:
+    """Every bf16 value but NaN, as a matrix."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    values = bits.view(torch.bfloat16)
+    return torch.where(values.isnan(), torch.zeros_like(values), values).view(256, 256)
+
+
+def casts(device: torch.device, fmt: str, scale: float) -> dict[str, float]:
+    """Every bf16 value, cast on the device and on the CPU: how many bytes differ."""
+    values, scales = all_bf16_values(), torch.tensor(scale)
+    here = kernels.cast(values, scales, FORMATS[fmt]).view(torch.uint8)
+    there = kernels.cast(values.to(device), scales.to(device), FORMATS[fmt]).view(torch.uint8)
+    amax = kernels.amax(values[:, :64].contiguous().to(device))
+    expected = kernels.amax(values[:, :64].contiguous())
+    return {
+        "bytes_that_differ": int((here != there.to(CPU)).sum()),
+        "amax_differs": int(not torch.equal(amax.to(CPU).view(()), expected.view(()))),
+    }
+
+
+def quantize(x: torch.Tensor, fmt: str) -> QuantizedTensor:
+    scale = torch.tensor(FORMATS[fmt].max) / x.abs().max().float()
+    return QuantizedTensor(kernels.cast(x, scale, FORMATS[fmt]), scale.reciprocal(), FORMATS[fmt])
+
+
+def on(device: torch.device, x: QuantizedTensor) -> QuantizedTensor:
+    if device.type == "cpu":
+        return x.hold()
+    return QuantizedTensor(x.data.to(device), x.scale_inv.to(device), x.fmt, x.block)
+
+
+def products(
+    device: torch.device, shape: tuple[int, int, int], formats: tuple[str, str], fast_accum: bool
+) -> dict[str, float]:
+    """`gemm_nt` of random operands on the device, against the exact emulation."""
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(m + n + k)
+    a = quantize(torch.randn(m, k, generator=generator), formats[0])
+    b = quantize(torch.randn(n, k, generator=generator), formats[1])
+    bias = torch.randn(n, generator=generator).to(torch.bfloat16)
+    exact = gemm_nt(a.hold(), b.hold(), out_dtype=torch.float32, emulation="exact")
+    wide = gemm_nt(on(device, a), on(device, b), out_dtype=torch.float32, fast_accum=fast_accum)
+    narrow = gemm_nt(
+        on(device, a),
+        on(device, b),
+        out_dtype=torch.bfloat16,
+        bias=bias.to(device),
+        fast_accum=fast_accum,
+    )
+    return {
+        "fp32_error": relative_error(wide, exact),
+        "bf16_error": relative_error(narrow, exact + bias.float()),
+    }
+
+
+def build_on(device: torch.device, backend: Backend, path: str = "", **settings: object) -> Build:
+    config = small_config(**{"bf16": True, "fp8_emulation": "exact", **settings})
+    mesh = ParallelState.single()
+    fp8 = Fp8State.from_config(config, device)
+    return Build(config, mesh, backend, fp8, RngStreams(1, mesh, device), device, path)
+
+
+def run_layer(
+    device: torch.device, backend: Backend, kind: str, recipe: str, rows: int = 64
+) -> dict[str, torch.Tensor]:
+    """Two training steps of one layer; outputs and gradients of the second, and the scales."""
+    build = build_on(device, backend, "layer", fp8_format="hybrid", **RECIPES[recipe])
+    layer = getattr(backend, kind)(
+        128, 96, build=build, init_method=torch.nn.init.xavier_normal_, bias=True
+    )
+    results = {}
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x, g = (
+            torch.randn(rows, 1, width, generator=generator).to(torch.bfloat16).to(device)
+            for width in (128, 96)
+        )
+        x.requires_grad_()
+        layer.zero_grad()
+        layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
+        y, _ = layer(x)
+        y.backward(g)
+        build.fp8.sync(build.mesh.amax)
+        results = {
+            "y": y,
+            "dx": x.grad,
+            "dw": layer.weight.main_grad,
+            "db": layer.bias.grad,
+        }
+    if build.fp8.book is not None:
+        results["scale"] = build.fp8.book.scale
+    return {name: value.detach().to(CPU) for name, value in results.items()}
+
+
+def layers_agree(
+    device: torch.device, backend: Backend, kind: str, recipe: str
+) -> dict[str, float]:
+    """A layer of `backend` on the device, against the native one emulated on the CPU."""
+    reference = run_layer(CPU, NativeBackend(), kind, recipe)
+    measured = run_layer(device, backend, kind, recipe)
+    return {name: relative_error(measured[name], reference[name]) for name in reference}
+
+
+def run_model(
+    device: torch.device, backend: Backend, steps: int = 3, **settings: object
+) -> list[float]:
+    """Losses of a few SGD steps on one batch."""
+    build = build_on(device, backend, **{**LLAMA, **settings})
+    model = GPTModel(build)
+    given = [x.to(device) for x in batch(build.config)]
+    losses = []
+    for _ in range(steps):
+        loss = model(*given).mean()
+        model.zero_grad()
+        loss.backward()
+        build.fp8.sync(build.mesh.amax)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.5)
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def models_agree(device: torch.device, backend: Backend, recipe: str | None) -> dict[str, float]:
+    """Losses of a small Llama on the device, against the native one on the CPU."""
+    settings = {"fp8_format": "hybrid", **RECIPES[recipe]} if recipe else {}
+    reference = run_model(CPU, NativeBackend(), **settings)
+    measured = run_model(device, backend, **settings)
+    difference = max(abs(a - b) for a, b in zip(measured, reference, strict=True))
+    return {"difference": difference, "first": measured[0], "last": measured[-1]}
