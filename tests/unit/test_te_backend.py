@@ -12,6 +12,7 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.config import make_config
 from megatron.core.backends import te
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.native import NativeBackend
@@ -24,6 +25,9 @@ from megatron.core.fp8 import Fp8State
 from megatron.core.mesh import Axis, ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import RngStreams, checkpoint
+from megatron.training.initialize import Launch, start
+from megatron.training.providers import setup_model, setup_sources, with_tokenizer
+from megatron.training.step import TrainStep
 from tests.contract.fake_te import FakeTransformerEngine
 from tests.small_models import GQA, LLAMA, batch, small_config
 
@@ -458,6 +462,56 @@ class TestGradients:
         build.fp8.sync(build.mesh.amax)
         layer(tokens())
         assert layer.weight_casts == 3
+
+
+class TestTraining:
+    """Whole training steps with the library's stand-in in every layer."""
+
+    def run(self, backend, iterations=3, **fields):
+        settings = {
+            "mock_data": True, "vocab_size": 64, "num_layers": 2, "hidden_size": 32,
+            "num_attention_heads": 2, "seq_length": 16, "micro_batch_size": 2,
+            "global_batch_size": 4, "train_iters": 8, "lr": 1e-2, "device": "cpu",
+            "hidden_dropout": 0.1, "attention_dropout": 0.0, "num_workers": 0,
+        }  # fmt: skip
+        runtime = start(make_config(**{**settings, **fields}), Launch())
+        runtime, tokenizer = with_tokenizer(dataclasses.replace(runtime, backend=backend))
+        parts = setup_model(runtime.config, runtime)
+        sources = setup_sources(runtime.config, tokenizer, runtime)
+        step = TrainStep(runtime.config, runtime, parts, sources.train)
+        outcomes = [step.run(i + 1, 4 * i) for i in range(iterations)]
+        return parts, outcomes
+
+    def test_losses_and_gradients_are_the_native_ones(self, fake):
+        _, ours = self.run(TransformerEngineBackend(fake.library))
+        _, native = self.run(NativeBackend())
+        for mine, theirs in zip(ours, native, strict=True):
+            assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+            assert mine.update.grad_norm == pytest.approx(theirs.update.grad_norm, rel=1e-4)
+
+    def test_recompute_changes_nothing(self, fake):
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+        plain_parts, plain = self.run(TransformerEngineBackend(fake.library), **FP8)
+        parts, recomputed = self.run(TransformerEngineBackend(fake.library), **FP8, **recompute)
+        assert plain == recomputed
+        assert torch.equal(parts.fp8.book.history, plain_parts.fp8.book.history)
+
+    def test_each_weight_is_cast_once_a_step(self, fake):
+        parts, _ = self.run(TransformerEngineBackend(fake.library), iterations=3, **FP8)
+        casts = [m.weight_casts for m in parts.model.modules() if hasattr(m, "weight_casts")]
+        assert casts == [3] * 8
+
+    def test_histories_hold_one_row_a_step(self, fake):
+        parts, _ = self.run(TransformerEngineBackend(fake.library), iterations=3, **FP8)
+        history = parts.fp8.book.history
+        assert (history[0] == 0).all()
+        rows = (history.amax(dim=1) > 0).tolist()
+        assert rows == [False, True, True, True]
+        assert fake.state.updates == []
 
 
 class TestAvailability:
