@@ -1,0 +1,76 @@
+"""`Build` names children and types, and layers follow their precision's wish."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.build import Build
+from megatron.core.errors import PrecisionError
+from megatron.core.fp8 import DelayedScaling, Float8CurrentScaling, Fp8Policy, Fp8State
+from megatron.core.mesh import ParallelState
+from megatron.core.tensor_parallel.layers import LayerNormColumnParallelLinear
+from megatron.core.tensor_parallel.random import RngStreams
+
+
+def make(recipe=None, params_dtype="bfloat16"):
+    config = SimpleNamespace(
+        params_dtype=params_dtype,
+        sequence_parallel=False,
+        seed=1,
+        norm_epsilon=1e-5,
+        apply_layernorm_1p=False,
+        normalization="RMSNorm",
+    )
+    return Build(
+        config=config,
+        mesh=ParallelState.single(),
+        backend=None,
+        fp8=Fp8State(Fp8Policy(recipe=recipe)),
+        rng=RngStreams(1),
+        device=torch.device("cpu"),
+    )
+
+
+def test_paths_grow_from_the_root():
+    build = make()
+    assert build.path == ""
+    child = build.at("decoder").at("layers.0")
+    assert child.path == "decoder.layers.0"
+    assert build.path == ""
+    assert child.mesh is build.mesh
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32)],
+)
+def test_params_dtype(name, dtype):
+    assert make(params_dtype=name).params_dtype == dtype
+
+
+def test_unknown_params_dtype():
+    with pytest.raises(PrecisionError, match="params_dtype: got float8"):
+        _ = make(params_dtype="float8").params_dtype
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        (None, torch.bfloat16),
+        (DelayedScaling(), torch.float32),
+        (Float8CurrentScaling(), torch.bfloat16),
+    ],
+)
+def test_the_fused_norm_is_rounded_only_where_the_recipe_reads_it_rounded(recipe, dtype):
+    layer = LayerNormColumnParallelLinear(
+        16, 32, build=make(recipe).at("layer"), init_method=nn.init.normal_, bias=False
+    )
+    assert layer.normalize(torch.randn(2, 1, 16).bfloat16()).dtype == dtype
+    y, _ = layer(torch.randn(2, 1, 16).bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert layer.path == layer.precision.path == "layer"
+    assert layer.fp8_meta["recipe"] == recipe
