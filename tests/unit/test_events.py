@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -200,3 +201,32 @@ def test_events_need_nothing_but_the_standard_library():
     code = "import sys, megatron.observe.events; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_wandb_gets_the_scalars_without_the_second_axis(monkeypatch):
+    logged, opened = [], {}
+
+    class Run:
+        def log(self, values, step):
+            logged.append((values, step))
+
+        def finish(self):
+            logged.append("finished")
+
+    def init(**settings):
+        opened.update(settings)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    cfg = make_config(mock_data=True, num_layers=1, hidden_size=16, num_attention_heads=1,
+                      seq_length=8, wandb_project="p", wandb_exp_name="e")  # fmt: skip
+    sinks, incidents = build_sinks(cfg, rank=0)
+    assert incidents == []
+    own = bus(*sinks)
+    own.emit(step(1, 2.0))
+    own.close()
+    assert (opened["project"], opened["name"]) == ("p", "e")
+    assert opened["config"]["hidden_size"] == 16
+    assert ({"lm loss": 2.0}, 1) in logged
+    assert not [x for x in logged if "vs samples" in str(x)]
+    assert logged[-1] == "finished"

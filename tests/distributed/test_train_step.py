@@ -1,0 +1,112 @@
+"""One optimizer step at any layout is the same step: loss, norm and every global weight.
+
+FP32, no dropout, SGD without momentum (Adam and clipping hide errors of scale), and loss masks that
+differ a lot between samples, so that a mean of means would show.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config import make_config
+from megatron.core.datasets.source import Source
+from megatron.core.shards import gather_full
+from megatron.training.initialize import Launch, start
+from megatron.training.providers import setup_model
+from megatron.training.step import TrainStep, evaluate
+from tests.distpool import run_ranks
+
+SEQ, VOCAB, BATCH = 16, 61, 8
+
+
+class UnevenSamples:
+    """Random tokens; sample i counts only its first 1 + 2 i labels."""
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        window = torch.randint(0, VOCAB, (SEQ + 1,), generator=generator)
+        mask = (torch.arange(SEQ) < 1 + 2 * (index % BATCH)).float()
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": mask,
+                "position_ids": torch.arange(SEQ)}  # fmt: skip
+
+
+def train(rank, world_size, **fields):
+    """Take two steps; return losses, norms, an evaluation and the global weights."""
+    settings = {
+        "mock_data": True, "vocab_size": VOCAB, "make_vocab_size_divisible_by": 16,
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": SEQ,
+        "micro_batch_size": 2, "global_batch_size": BATCH, "train_iters": 4, "lr": 0.1,
+        "lr_decay_style": "constant", "optimizer": "sgd", "sgd_momentum": 0.0, "clip_grad": 0.0,
+        "weight_decay": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu",
+        "eval_interval": 4, "eval_iters": 1,
+    }  # fmt: skip
+    cfg = make_config(world_size=world_size, **{**settings, **fields})
+    runtime = start(cfg, Launch(rank, world_size, rank, world_size))
+    mesh = runtime.mesh
+    parts = setup_model(cfg, runtime)
+    source = Source(UnevenSamples(), micro_batch_size=cfg.micro_batch_size,
+                    data_parallel_size=mesh.dp.size)  # fmt: skip
+    step = TrainStep(cfg, runtime, parts, source)
+    outcomes = [step.run(i + 1, i * BATCH) for i in range(2)]
+    score = evaluate(cfg, runtime, parts, source, 3 * BATCH)
+    weights = {name: gather_full(p.detach(), p, mesh.tp).numpy()
+               for name, p in parts.model.named_parameters()}  # fmt: skip
+    rows = weights["embedding.word_embeddings.weight"]
+    weights["embedding.word_embeddings.weight"] = rows[:VOCAB]  # padding depends on the layout
+    return ([(o.loss, o.update.grad_norm, o.tokens, o.update.num_zeros) for o in outcomes],
+            score, weights)  # fmt: skip
+
+
+def close(one, two, rel):
+    (steps, score, weights), (other_steps, other_score, other_weights) = one, two
+    assert score == pytest.approx(other_score, rel=rel)
+    for own, other in zip(steps, other_steps, strict=True):
+        assert own[:3] == pytest.approx(other[:3], rel=rel)
+    assert weights.keys() == other_weights.keys()
+    for name in weights:
+        torch.testing.assert_close(
+            torch.from_numpy(weights[name]), torch.from_numpy(other_weights[name]),
+            rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}",
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """One rank, one microbatch."""
+    (found,) = run_ranks(train, 1, micro_batch_size=BATCH)
+    assert found[0][0][2] == sum(1 + 2 * i for i in range(BATCH))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields"),
+    [
+        (1, {"micro_batch_size": 1}),
+        (2, {}),
+        (2, {"micro_batch_size": 4}),
+        (2, {"tensor_model_parallel_size": 2}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    ],
+    ids=["ga8", "dp2-ga2", "dp2", "tp2", "tp2-sp", "dp2-tp2-sp"],
+)
+def test_layouts_agree(world_size, fields, reference):
+    for found in run_ranks(train, world_size, **fields):
+        close(found, reference, rel=2e-5)  # fp32 sums in another order
+
+
+def test_zeros_and_norm_count_every_element_once():
+    fields = {"log_num_zeros_in_grad": True, "untie_embeddings_and_output_weights": True,
+              "make_vocab_size_divisible_by": 1, "vocab_size": 64}  # fmt: skip
+    ((one, _, _),) = run_ranks(train, 1, **fields)
+    for steps, _, _ in run_ranks(
+        train, 2, tensor_model_parallel_size=2, sequence_parallel=True, **fields
+    ):
+        # Tokens that do not occur have zero rows in the embedding's gradient.
+        assert [s[3] for s in steps] == [s[3] for s in one]
+        assert steps[0][3] > 0
+        assert steps[0][1] == pytest.approx(one[0][1], rel=1e-5)
