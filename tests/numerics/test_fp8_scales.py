@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -172,6 +173,23 @@ def test_current_scale_table(amax, plain, power_of_two):
     assert current_scale(amax, 448.0).item() == pytest.approx(plain, rel=1e-7)
     assert current_scale(amax, 448.0, power_2_scale=True).item() == power_of_two
     assert torch.isfinite(current_scale(amax, 448.0))
+
+
+@pytest.mark.parametrize("power_2_scale", [False, True])
+def test_one_number_and_many_take_the_same_scale(power_2_scale):
+    bits = torch.randint(0, 0x7FFFFFFF, (2000,), generator=torch.Generator().manual_seed(1))
+    amax = bits.to(torch.int32).view(torch.float32)
+    together = current_scale(amax, 57344.0, power_2_scale, 1e-20)
+    apart = torch.stack([current_scale(a, 57344.0, power_2_scale, 1e-20) for a in amax])
+    assert torch.equal(together, apart)
+
+
+def test_scales_are_one_correctly_rounded_fp32_division():
+    amax = torch.rand(2000, generator=torch.Generator().manual_seed(2)) * 100
+    want = torch.from_numpy(np.float32(448) / amax.numpy())
+    assert torch.equal(current_scale(amax, 448.0), want)
+    limits = torch.full_like(amax, 448.0)
+    assert torch.equal(DelayedScaling().update_scale(amax, torch.ones(2000), limits), want)
 
 
 def test_epsilon_is_a_lower_bound():

@@ -197,8 +197,31 @@ def current_scale(
     Returns:
         fp32 like `amax`. 1 where `amax` is 0, infinite or NaN; at most the largest fp32.
     """
+    if amax.device.type == "cpu" and amax.numel() == 1:
+        return _scale_of_one(amax, fp8_max, power_2_scale, epsilon)
     bounded = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-    scale = (fp8_max / bounded).clamp(max=FLT_MAX)
+    # Not `fp8_max / bounded`: torch computes that as a reciprocal and a product, rounding twice.
+    scale = (torch.full_like(bounded, fp8_max) / bounded).clamp(max=FLT_MAX)
     if power_2_scale:
-        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+        scale = _floor_to_power_of_two(scale)
     return torch.where((bounded > 0) & torch.isfinite(bounded), scale, torch.ones_like(scale))
+
+
+def _floor_to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def _scale_of_one(
+    amax: torch.Tensor, fp8_max: float, power_2_scale: bool, epsilon: float
+) -> torch.Tensor:
+    """`current_scale` of one number on the CPU, where a number is cheaper than six tensors.
+
+    Dividing in fp64 and rounding to fp32 gives the fp32 quotient: 53 bits are more than twice 24.
+    """
+    value = amax.item()
+    if value < epsilon:
+        value = torch.full_like(amax, epsilon).item()
+    if value != value or value in (0.0, float("inf")):
+        return torch.ones_like(amax)
+    scale = torch.full_like(amax, min(fp8_max / value, FLT_MAX))
+    return _floor_to_power_of_two(scale) if power_2_scale else scale

@@ -231,8 +231,8 @@ def _magnitude(parts: list[Any]) -> torch.Tensor:
 def amax(x: torch.Tensor) -> torch.Tensor:
     """See `kernels.amax`."""
     src = _flat(x.detach().contiguous())
-    zero = src.dtype.type(0)
-    return _magnitude(_run(src.size, lambda a, b: src.dtype.type(_amax_loop(src[a:b], zero))))
+    kind = src.dtype.type
+    return _magnitude(_run(src.size, lambda a, b: kind(_amax_loop(src[a:b], kind(0)))))
 
 
 @cache
