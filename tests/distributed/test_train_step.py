@@ -101,8 +101,13 @@ def test_layouts_agree(world_size, fields, reference):
 
 def test_zeros_and_norm_count_every_element_once():
     # No biases: a key bias has a gradient of zero up to rounding, which depends on the layout.
-    fields = {"log_num_zeros_in_grad": True, "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
-              "make_vocab_size_divisible_by": 1, "vocab_size": 64}  # fmt: skip
+    fields = {
+        "log_num_zeros_in_grad": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "make_vocab_size_divisible_by": 1,
+        "vocab_size": 64,
+    }
     ((one, _, _),) = run_ranks(train, 1, **fields)
     for steps, _, _ in run_ranks(
         train, 2, tensor_model_parallel_size=2, sequence_parallel=True, **fields
