@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(tokens):
         parse(tokens)  # prints and leaves, before torch is imported
     from megatron.core import parallel_state
+    from megatron.training.checkpointing import with_checkpoint_args
     from megatron.training.failures import Report
     from megatron.training.initialize import Launch, read_launch, start
     from megatron.training.providers import saved_config
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What --print-config asks for is printed once.
         with contextlib.redirect_stdout(sys.stdout if launch.rank == 0 else io.StringIO()):
             config, notices = parse(tokens, launch.world_size, saved_config)
+        config = with_checkpoint_args(config)
         runtime = start(config, launch)
         report.where = runtime.mesh.label
         parallel_state.install(runtime.mesh)

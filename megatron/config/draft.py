@@ -138,6 +138,9 @@ def _derive_shape(c: Draft) -> None:
                 f"no model size was given: using that of the checkpoint in {c.load}; if there is"
                 f" none, {sizes}"
             )
+    elif c.use_checkpoint_args and c.load is not None:
+        for name, value in DEFAULT_MODEL.items():
+            c.fill(name, value)  # until the checkpoint's values replace them
     if c.counts("hidden_size"):
         wide = 4 * c.hidden_size
         c.fill("ffn_hidden_size", int((wide * 2 / 3) / 64) * 64 if c.swiglu else wide)

@@ -172,4 +172,8 @@ def adopt(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
                 "Leave these flags out, or load another checkpoint",
             )
         )
-    return cfg.replace(**{n: saved[n] for n in shape if given.get(n) is None})
+    return cfg.replace(
+        **{n: saved[n] for n in shape if given.get(n) is None},
+        # Derived for a run that says nothing about its model, and lost once it does.
+        use_checkpoint_opt_param_scheduler=cfg.use_checkpoint_opt_param_scheduler,
+    )

@@ -99,6 +99,9 @@ def _run_rank(
     log: Path,
 ) -> None:
     code = 1
+    # Makes the thread pool anew: the parent's does not survive the fork, and two threads that find
+    # out at the same time trip an assertion inside torch.
+    torch.set_num_threads(1)
     try:
         out = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(out, 1)
