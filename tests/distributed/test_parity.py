@@ -165,10 +165,12 @@ def test_current_scaling(layout):
     expected = alone("gpt", 5, **settings)
     outcomes = run_layout(settings | fields, ranks, 5)
     assert_replicas_agree(outcomes)
-    # A row-parallel input has a scale on every rank, so its rounding differs a little.
-    assert outcomes[0].losses == pytest.approx(expected.losses, rel=1e-2)
+    # A row-parallel input has a scale of its own on every rank, so its rounding differs.
+    assert mean_error(outcomes[0], expected) < 5e-3
     if layout == "dp2":
-        assert outcomes[0].losses == pytest.approx(expected.losses, rel=1e-5)
+        assert outcomes[0].losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
+        assert worst(outcomes[0].grads, expected.grads)[0] < 1e-5
+        assert mean_error(outcomes[0], expected) < 1e-3
 
 
 @pytest.mark.parametrize(("ranks", "fields"), [(1, {}), (2, TP2 | SP)], ids=["alone", "tp2-sp"])
