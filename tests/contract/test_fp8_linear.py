@@ -185,6 +185,27 @@ def test_backward_uses_the_input_as_the_forward_quantized_it():
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_scales_do_not_depend_on_the_number_of_microbatches(algorithm):
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=algorithm)
+    results = []
+    for count in (1, 2, 4):
+        state, precision = make(recipe)
+        weight, bias = parameters(main_grad=True)
+        for step in range(3):
+            weight.main_grad.zero_()
+            x = inputs(seed=step, shape=(8, 48)).detach()
+            dy = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            for part, dy_part in zip(x.chunk(count), dy.chunk(count), strict=True):
+                linear(part, weight, bias, precision).backward(dy_part)
+            state.sync()
+        results.append((state.book.scale.clone(), state.book.history.clone(), weight.main_grad))
+    for scale, history, gradient in results[1:]:
+        assert torch.equal(scale, results[0][0])
+        assert torch.equal(history, results[0][1])
+        torch.testing.assert_close(gradient, results[0][2], rtol=1e-5, atol=1e-4)
+
+
 # -- weight cache ---------------------------------------------------------------------------
 
 

@@ -66,13 +66,13 @@ def gemm_nt_accumulate(
     No rounding between the fp32 accumulator and `out`, unless the product itself runs in bf16.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        if a.is_held and b.is_held and out.dtype == torch.float32:
-            compute = torch.float32 if emulation == "exact" else _compute_dtype(a.data)
-            alpha = _alpha(a, b)
-            if compute == torch.float32 and alpha is not None:
-                out.addmm_(a.data.float(), b.data.float().t(), alpha=alpha)
-                return
-        dtype = torch.bfloat16 if a.is_held else out.dtype
+        held = a.is_held and b.is_held
+        exact = emulation == "exact" or (held and _compute_dtype(a.data) == torch.float32)
+        alpha = _alpha(a, b) if held and exact and out.dtype == torch.float32 else None
+        if alpha is not None:
+            out.addmm_(a.data.float(), b.data.float().t(), alpha=alpha)
+            return
+        dtype = torch.bfloat16 if held and not exact else out.dtype
         out.add_(gemm_nt(a, b, out_dtype=dtype, emulation=emulation))
         return
     if isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
@@ -110,7 +110,13 @@ def _plain(
 
 
 def _alpha(a: QuantizedTensor, b: QuantizedTensor) -> float | None:
-    """Both inverse scales as one fp32 factor; None if their product leaves the safe range."""
+    """Both inverse scales as one factor of a CPU product.
+
+    None where they must be applied one after the other: on a device, because reading them would
+    wait for it, and at the edges of fp32, because 0 times their infinite product is NaN.
+    """
+    if a.data.device.type != "cpu":
+        return None
     factor = float(a.scale_inv) * float(b.scale_inv)
     return factor if _SAFE_ALPHA[0] < factor < _SAFE_ALPHA[1] else None
 
@@ -127,9 +133,8 @@ def _emulated(
     if emulation == "fast" and out_dtype == torch.bfloat16:
         compute = _compute_dtype(a.data)
     left, right = a.data.to(compute), b.data.to(compute).t()
-    alpha = _alpha(a, b) if a.data.device.type == "cpu" else None
+    alpha = _alpha(a, b)
     if alpha is None:
-        # Scales apart: on a device to avoid waiting for it, at the edge of fp32 to avoid 0 * inf.
         out = torch.mm(left, right).float().mul_(a.scale_inv).mul_(b.scale_inv)
         return (out if bias is None else out.add_(bias.float())).to(out_dtype)
     if bias is not None:
