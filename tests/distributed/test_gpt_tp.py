@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from megatron.core.mesh import ParallelState
+from megatron.core.models.gpt.generation import Sampling, generate
 from megatron.core.shards import gather_full
 from megatron.core.tensor_parallel.mappings import all_gather, all_reduce
-from megatron.core.transformer.kv_cache import KVCache
+from megatron.training.checkpointing import save_checkpoint
+from megatron.training.progress import Progress
+from megatron.training.restore import restore
 from tests.distpool import run_ranks
 from tests.small_models import GQA, LLAMA, batch, build_model, small_config
 
@@ -104,38 +107,66 @@ def masks(rank, world_size, sequence_parallel):
     model, build = build_model(config, mesh)
     tokens, positions, _ = batch(config)
     kept = model.embedding(tokens, positions) != 0
-    seed = build.rng.generator("decoder.layers.0.core_attention", axis="tp").initial_seed()
-    return kept, seed
+    drawn, generator = {}, build.rng.generator
+
+    def spy(path, axis="replicated"):
+        assert path not in drawn, f"two dropouts share the stream {path}"
+        drawn[path] = generator(path, axis).initial_seed()
+        return generator(path, axis)
+
+    build.rng.generator = spy
+    model(tokens, positions)
+    return kept, drawn
 
 
 def test_dropout_is_shared_in_replicated_regions_and_different_in_sharded_ones():
-    (first, seed_0), (second, seed_1) = run_ranks(masks, 2, False)
-    assert torch.equal(first, second)
-    assert seed_0 != seed_1  # heads
-    (first, _), (second, _) = run_ranks(masks, 2, True)
-    assert first.shape[0] == 8  # half of the sequence
-    assert not torch.equal(first, second)
+    for sequence_parallel in (False, True):
+        (first, seeds), (second, others) = run_ranks(masks, 2, sequence_parallel)
+        assert seeds.keys() == others.keys()
+        assert len(seeds) == 1 + 2 * 3  # embedding; attention weights, attention, MLP of each layer
+        for path in seeds:
+            sharded = path.endswith("core_attention") or sequence_parallel
+            assert (seeds[path] != others[path]) == sharded, path
+        assert first.shape[0] == (8 if sequence_parallel else 16)  # half of the sequence, or all
+        assert torch.equal(first, second) != sequence_parallel
 
 
-def generate(rank, world_size):
+PROMPTS = [[1, 2, 3], [4]]
+SAMPLINGS = [Sampling(temperature=0.0), Sampling(temperature=2.0, top_k=20)]
+
+
+def continued(rank, world_size, folder):
+    """Continuations of the prompts; rank 0 of several also leaves a checkpoint behind."""
     config = small_config(
-        world_size=world_size, tensor_model_parallel_size=world_size, **LLAMA, **GQA
+        world_size=world_size,
+        tensor_model_parallel_size=world_size,
+        **LLAMA,
+        **GQA,
+        vocab_size=51,  # padded to 64 on one rank, to 96 on two of them
+        make_vocab_size_divisible_by=32 if world_size == 1 else 48,
+        tokenizer_type="NullTokenizer",
+        save=folder,
+        save_interval=1,
     )
     mesh = ParallelState.build(config, rank, world_size)
     model, _ = build_model(config, mesh)
-    model.eval()
-    tokens = batch(config)[0][:, :1]
-    cache = KVCache(10)
-    with torch.no_grad():
-        for _ in range(8):
-            new = tokens[:, cache.length :]
-            logits = all_gather(model(new, cache.positions(new), cache=cache), mesh.tp, dim=-1)
-            best = logits[:, -1:, : config.vocab_size].argmax(-1)
-            tokens = torch.cat([tokens, best], dim=1)
-    return tokens
+    save_checkpoint(
+        config,
+        mesh,
+        model=model,
+        optimizer=None,
+        scheduler=None,
+        fp8=None,
+        progress=Progress(iteration=3),
+        say=lambda line: None,
+    )
+    return [generate(model.eval(), PROMPTS, 8, sampling) for sampling in SAMPLINGS]
 
 
-def test_greedy_tokens_with_a_cache_are_the_same_for_tp1_and_tp2():
-    expected = generate(0, 1)
-    for tokens in run_ranks(generate, 2):
-        assert torch.equal(tokens, expected)
+def test_every_layout_continues_alike_and_so_does_one_process_on_its_checkpoint(tmp_path):
+    expected = continued(0, 1, str(tmp_path / "one"))
+    for found in run_ranks(continued, 2, str(tmp_path / "two")):
+        assert found == expected
+    for folder in ("one", "two"):
+        model = restore(str(tmp_path / folder)).model
+        assert [generate(model, PROMPTS, 8, sampling) for sampling in SAMPLINGS] == expected

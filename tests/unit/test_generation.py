@@ -89,6 +89,14 @@ def test_a_sequence_ends_at_the_end_of_document_and_the_others_go_on():
     assert ended[1] == plain[1][:stop]
 
 
+def test_a_finished_sequence_stays_finished_while_the_others_go_on():
+    model, _ = model_for()
+    longer = generate(model, [[3]], 18, GREEDY)[0]
+    late = next(t for i, t in enumerate(longer) if i >= 10 and t not in longer[:10])
+    found = generate(model, [[3], [7, 1, 9, 4, 4, 2, 2, 6, 6]], 10, GREEDY, eod=late)
+    assert found[0] == longer[:10]
+
+
 def test_sampling_repeats_with_its_seed():
     model, _ = model_for()
     once = generate(model, [[3]], 20, Sampling(seed=1))
