@@ -166,7 +166,18 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of one rank after an iteration, in bytes; `source` names what was measured."""
+    """Memory of one rank after an iteration, in bytes.
+
+    Attributes:
+        rank: The rank.
+        iteration: The iteration.
+        source: What was measured: ``cuda`` (the allocator) or ``process`` (resident memory).
+        allocated_bytes: In use now.
+        peak_allocated_bytes: The most so far.
+        reserved_bytes: Held by the allocator now.
+        peak_reserved_bytes: The most so far.
+        routine: Whether it is one of a regular series, which the console leaves out.
+    """
 
     rank: int
     iteration: int
@@ -175,6 +186,7 @@ class MemoryUse:
     peak_allocated_bytes: int
     reserved_bytes: int
     peak_reserved_bytes: int
+    routine: bool = False
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,9 @@ def precision_table(lines: Sequence[PrecisionLine]) -> str:
         for x in lines
     ]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    text = ["precision of every linear layer:"]
+    layers = [x for x in lines if x.gemm in ("all", "fprop")]
+    in_fp8 = sum(x.count for x in layers if x.delivered.startswith("fp8"))
+    text = [f"precision: {in_fp8} of {sum(x.count for x in layers)} linear layers in FP8"]
     for row in [head, *rows]:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         text.append(("  " + "  ".join(cells)).rstrip())

@@ -58,7 +58,8 @@ class ConsoleSink:
             where = f"{event.where}: " if event.where else ""
             print(f"WARNING: {where}{event.what}", file=sys.stderr, flush=True)
         elif isinstance(event, MemoryUse):
-            print(memory_line(event), flush=True)
+            if not event.routine:
+                print(memory_line(event), flush=True)
         elif self._last and isinstance(event, IntervalEnd):
             print(training_line(event, datetime.now(), self._log_throughput), flush=True)
         elif self._last and isinstance(event, EvalEnd):

@@ -24,7 +24,7 @@ def _resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def measure(rank: int, iteration: int, device: torch.device) -> MemoryUse:
+def measure(rank: int, iteration: int, device: torch.device, routine: bool = False) -> MemoryUse:
     """Measure this rank: the allocator's figures on CUDA, the process's resident memory on CPU."""
     if device.type == "cuda":
         return MemoryUse(
@@ -35,6 +35,7 @@ def measure(rank: int, iteration: int, device: torch.device) -> MemoryUse:
             peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
             reserved_bytes=torch.cuda.memory_reserved(device),
             peak_reserved_bytes=torch.cuda.max_memory_reserved(device),
+            routine=routine,
         )
     now = _resident_bytes()
     peak = max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT)
@@ -46,6 +47,7 @@ def measure(rank: int, iteration: int, device: torch.device) -> MemoryUse:
         peak_allocated_bytes=peak,
         reserved_bytes=now,
         peak_reserved_bytes=peak,
+        routine=routine,
     )
 
 

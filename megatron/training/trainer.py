@@ -42,6 +42,12 @@ from megatron.training.step import StepOutcome, TrainStep, evaluate
 MAX_BAD_STEPS = 3
 
 
+def _folder_and_parent(load: str) -> tuple[Path, Path]:
+    """Return where ``--load`` may have found a checkpoint: it names a folder or one in it."""
+    folder = Path(load).resolve()
+    return folder, folder.parent
+
+
 class Trainer:
     """Trains one model.
 
@@ -131,7 +137,8 @@ class Trainer:
             )
             if loaded:
                 self.last_checkpoint = self._last_good_checkpoint = str(cfg.load)
-                self._saved_at = self.progress.iteration
+                if cfg.save and Path(cfg.save).resolve() in _folder_and_parent(cfg.load):
+                    self._saved_at = self.progress.iteration
         self._describe()
         self._stamp("after model, optimizer, and learning rate scheduler are built")
         sources = setup_sources(cfg, self._tokenizer, runtime)
@@ -202,8 +209,7 @@ class Trainer:
         while progress.iteration < cfg.train_iters:
             outcome = self._step.run(progress.iteration + 1, progress.consumed_train_samples)
             self._account(outcome)
-            if progress.iteration - first <= 2 and self.mesh.dp.rank == 0:
-                self.bus.emit(measure(self.mesh.rank, progress.iteration, self._runtime.device))
+            self._report_memory(progress.iteration - first)
             self._stop_when_hopeless(outcome)
             if cfg.eval_interval and progress.iteration % cfg.eval_interval == 0:
                 self._evaluate_valid(sources, f"iteration {progress.iteration}", watch)
@@ -247,6 +253,15 @@ class Trainer:
                 nan=nan,
             )
         )
+
+    def _report_memory(self, steps: int) -> None:
+        """Show the memory of one replica after the first two steps; log it regularly if asked."""
+        cfg, iteration = self.config, self.progress.iteration
+        first_two = steps <= 2 and self.mesh.dp.rank == 0
+        logged = cfg.log_memory_to_tensorboard and iteration % cfg.tensorboard_log_interval == 0
+        if first_two or logged:
+            routine = not first_two
+            self.bus.emit(measure(self.mesh.rank, iteration, self._runtime.device, routine))
 
     def _stop_when_hopeless(self, outcome: StepOutcome) -> None:
         """Count steps in a row that could not be taken and stop after a few.

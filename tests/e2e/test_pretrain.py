@@ -289,3 +289,19 @@ def test_torchrun_itself(tmp_path):
                          cwd=ROOT, env=env, timeout=240)  # fmt: skip
     assert bad.returncode != 0
     assert bad.stderr.count("configuration problems:") == 1
+
+
+def test_saving_at_once_what_was_loaded_carries_the_fp8_state_over(tmp_path):
+    args = [*FP8, "delayed", "--fp8-amax-history-len", "4", "--save-interval", "4"]
+    assert run(1, *args, "--save", str(tmp_path / "a")).codes == [0]
+    copied = run(1, *args, "--load", str(tmp_path / "a"), "--save", str(tmp_path / "b"))
+    assert copied.codes == [0], copied.out
+    assert copied.losses() == []
+    longer = [*args, "--train-iters", "6"]
+    original = run(1, *longer, "--load", str(tmp_path / "a"))
+    copy = run(1, *longer, "--load", str(tmp_path / "b"))
+    assert len(copy.losses()) == 2
+    assert copy.losses() == original.losses()
+    again = run(1, *args, "--load", str(tmp_path / "a"), "--save", str(tmp_path / "a"))
+    assert again.codes == [0], again.out
+    assert not again.lines("saving checkpoint")

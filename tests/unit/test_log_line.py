@@ -121,11 +121,14 @@ def test_stage_and_memory():
 
 def test_precision_table_aligns_its_columns():
     rows = [
-        PrecisionLine("decoder.layers.*.mlp.linear_fc1", "fprop", "FP8", "FP8", "emulated", "", 4),
+        PrecisionLine(
+            "decoder.layers.*.mlp.linear_fc1", "fprop", "fp8 x", "fp8 x", "emulated", "", 4
+        ),
         PrecisionLine("output_layer", "fprop", "BF16", "BF16", "mm", "kept out of FP8", 1),
     ]
     lines = precision_table(rows).split("\n")
     assert len(lines) == 4
+    assert lines[0] == "precision: 4 of 5 linear layers in FP8"
     column = lines[1].index("gemm")
     assert {line[column:].split()[0] for line in lines[2:]} == {"fprop"}
     assert lines[3].endswith("1        kept out of FP8")
