@@ -16,10 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tests.contract.te_sources import load_table, signature
 from torch import nn
 
 from megatron.core.backends.te_calls import Library, parse_version
+from tests.contract.te_sources import load_table, signature
 
 
 class Format(enum.Enum):
@@ -140,10 +140,6 @@ class FakeTransformerEngine:
             given = self.bind("pytorch.fp8_autocast", **kwargs)
             return self._autocast(given["enabled"], given["fp8_recipe"], given["fp8_group"])
 
-        def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.bind("pytorch.checkpoint", function, *args, **kwargs)
-            return function(*args)
-
         entry = {"autocast": autocast} if self.version >= (2, 9) else {"fp8_autocast": fp8_autocast}
         return SimpleNamespace(
             Linear=make_linear(self, "Linear", with_norm=False),
@@ -151,7 +147,6 @@ class FakeTransformerEngine:
             LayerNorm=make_norm(self, "LayerNorm"),
             RMSNorm=make_norm(self, "RMSNorm"),
             DotProductAttention=make_attention(self),
-            checkpoint=checkpoint,
             **entry,
         )
 
@@ -178,7 +173,8 @@ class _Matmul(torch.autograd.Function):
             wgrad = None
             if hasattr(ctx.weight, "grad_added_to_main_grad"):
                 ctx.weight.grad_added_to_main_grad = True
-                wgrad = torch.full_like(weight, float("nan"))  # a dummy with arbitrary contents
+                zero = getattr(ctx.weight, "zero_out_wgrad", False)
+                wgrad = torch.full_like(weight, 0.0 if zero else float("nan"))  # a dummy
         return grad @ weight, wgrad, None, None, None
 
 

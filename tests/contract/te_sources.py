@@ -34,7 +34,6 @@ CALLABLES = {
         "DotProductAttention": ("__init__", "forward"),
         "fp8_autocast": (),
         "autocast": (),
-        "checkpoint": (),
     },
     "common.recipe": {
         "DelayedScaling": ("__init__",),
@@ -208,22 +207,6 @@ def dataclass_parameters(node: ast.ClassDef) -> list[list[Any]]:
     ]
 
 
-def popped_keywords(function: ast.FunctionDef) -> list[str]:
-    """Names taken out of `**kwargs` with `kwargs.pop("name", default)`."""
-    if function.args.kwarg is None:
-        return []
-    return sorted(
-        node.args[0].value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "pop"
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == function.args.kwarg.arg
-        and isinstance(node.args[0], ast.Constant)
-    )
-
-
 def is_static_free(function: ast.FunctionDef) -> bool:
     names = {d.id for d in function.decorator_list if isinstance(d, ast.Name)}
     return "staticmethod" not in names
@@ -232,12 +215,7 @@ def is_static_free(function: ast.FunctionDef) -> bool:
 def describe(sources: Sources, found: Found, method: str | None) -> dict[str, Any] | None:
     """Table entry of a function, or of one method of a class."""
     if method is None and isinstance(found.node, ast.FunctionDef):
-        entry: dict[str, Any] = {
-            "source": found.module,
-            "parameters": parameters_of(found.node, False),
-        }
-        popped = popped_keywords(found.node)
-        return {**entry, "kwargs": popped} if popped else entry
+        return {"source": found.module, "parameters": parameters_of(found.node, False)}
     method = method or "__init__"
     located = sources.method(found, method)
     if located is None:
@@ -246,7 +224,7 @@ def describe(sources: Sources, found: Found, method: str | None) -> dict[str, An
         return None
     function, owner = located
     rows = parameters_of(function, is_static_free(function))
-    entry = {"source": owner.module, "parameters": rows}
+    entry: dict[str, Any] = {"source": owner.module, "parameters": rows}
     if any(kind == "var_keyword" for _, kind, _ in rows):
         for above in sources.bases(owner):
             inherited = describe(sources, above, method)
@@ -310,8 +288,8 @@ def dump_table(table: dict[str, Any]) -> str:
 def signature(table: dict[str, Any], symbol: str) -> inspect.Signature:
     """The signature of a symbol, with known keywords in place of `**kwargs`.
 
-    Where a function takes `**kwargs` and the sources show which names it reads from them (or which
-    names the base class takes), those names replace it, so that a misspelt keyword does not bind.
+    Where a constructor hands `**kwargs` to its base class, the names that the base class takes
+    replace it, so that a misspelt keyword does not bind.
     """
     entry = table["symbols"][symbol]
     kinds = {kind.name.lower(): kind for kind in inspect._ParameterKind}

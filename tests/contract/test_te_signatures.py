@@ -6,11 +6,11 @@ import inspect
 
 import pytest
 import torch
+
+from megatron.core.backends import te_calls
 from tests.contract import te_sources
 from tests.contract.fake_te import FakeTransformerEngine
 from tests.contract.te_sources import RELEASES, load_table, signature
-
-from megatron.core.backends import te_calls
 
 DEVICE = torch.device("cpu")
 
@@ -63,8 +63,6 @@ class TestTables:
     def test_a_misspelt_keyword_does_not_bind_through_kwargs(self):
         with pytest.raises(TypeError):
             signature(load_table("2.9.0"), "pytorch.LayerNorm.__init__").bind(64, epsilon=1e-5)
-        with pytest.raises(TypeError):
-            signature(load_table("2.9.0"), "pytorch.checkpoint").bind(len, reentrant=True)
 
     @pytest.mark.network
     @pytest.mark.parametrize("version", RELEASES)
@@ -200,11 +198,6 @@ class TestCalls:
         assert not fake.state.enabled
         name = "autocast" if fake.version >= te_calls.AUTOCAST_RENAMED else "fp8_autocast"
         assert len(fake.called(f"pytorch.{name}")) == 1
-
-    def test_checkpoint(self, fake):
-        assert te_calls.checkpoint(fake.library, lambda x: x + 1, 1, use_reentrant=False) == 2
-        (given,) = fake.called("pytorch.checkpoint")
-        assert given["use_reentrant"] is False
 
     def test_support(self, fake):
         assert te_calls.fp8_support(fake.library) == (True, "")

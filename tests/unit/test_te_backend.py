@@ -443,6 +443,15 @@ class TestGradients:
             layer(x)[0].float().sum().backward()
         assert torch.equal(both, layer.weight.main_grad)
 
+    def test_buffers_may_be_zeroed_between_forward_and_backward(self, fake):
+        layer, ddp = self.wrapped(fake, bf16=True)
+        x = tokens()
+        y, _ = layer(x)
+        ddp.zero_grad_buffer()
+        y.float().sum().backward()
+        expected = self.expected(layer, [x])
+        torch.testing.assert_close(layer.weight.main_grad, expected, rtol=2e-2, atol=2e-1)
+
     def test_without_main_grad_autograd_gets_the_gradient(self, fake):
         layer = column(fake_build(fake))
         layer(torch.randn(4, 1, 32))[0].sum().backward()

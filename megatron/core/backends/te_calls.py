@@ -214,28 +214,6 @@ def autocast(
     return context
 
 
-def checkpoint(
-    library: Library,
-    function: Callable[..., Any],
-    *args: Any,
-    distribute_saved_activations: bool = False,
-    get_rng_state_tracker: Callable[[], Any] | None = None,
-    tp_group: ProcessGroup | None = None,
-    use_reentrant: bool = True,
-    **kwargs: Any,
-) -> Any:
-    """Run `function`, keeping only its inputs, and run it again in the backward pass."""
-    return library.pytorch.checkpoint(
-        function,
-        *args,
-        distribute_saved_activations=distribute_saved_activations,
-        get_rng_state_tracker=get_rng_state_tracker,
-        tp_group=tp_group,
-        use_reentrant=use_reentrant,
-        **kwargs,
-    )
-
-
 def fp8_support(library: Library) -> tuple[bool, str]:
     """Whether this device runs Transformer Engine's FP8 GEMMs, and why not."""
     able, reason = library.manager.is_fp8_available()

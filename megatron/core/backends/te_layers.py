@@ -186,6 +186,8 @@ class _TeLinear(_TeModule):
         mark_sharded(self.weight, 0 if by_column else 1, partition_stride)
         seed = build.config.seed
         init_parameter(self.weight, shard_axis, init_method, seed, f"{build.path}.weight")
+        # Should the library hand autograd a dummy gradient after all (see _run), let it be zero.
+        self.weight.zero_out_wgrad = True  # type: ignore[attr-defined]
         bias = self._parameters.get("bias")
         if bias is not None and by_column:
             mark_sharded(bias, 0, partition_stride)

@@ -21,7 +21,7 @@ import torch
 
 from megatron.config import RunConfig
 from megatron.core import parallel_state
-from megatron.core.backends import te_calls, te_layers
+from megatron.core.backends import te_layers
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.registry import resolve
 from megatron.core.backends.te import TransformerEngineBackend
@@ -369,39 +369,32 @@ def te_checkpoint(
 ) -> Any:
     """Recompute `forward_func(*args)` in the backward pass instead of keeping its activations.
 
-    Transformer Engine's own `checkpoint` where that library runs, else the project's.
+    The project's own recompute, on every backend. Transformer Engine's `checkpoint` is not used:
+    the layers enter FP8 themselves, and up to release 2.18 it restores scales only of layers inside
+    an FP8 context that was entered outside. Here scales do not move between a forward and its
+    recomputation, so nothing has to be restored.
 
     Args:
         forward_func: Function of tensors.
-        distribute_saved_activations: Split the kept inputs over tensor-parallel ranks; only
-            Transformer Engine does.
-        get_rng_state_tracker: Transformer Engine's random states.
-        tp_group: Ranks for `distribute_saved_activations`.
+        distribute_saved_activations: Must be false: inputs are kept whole.
+        get_rng_state_tracker: Accepted; random streams are addressed by position.
+        tp_group: Accepted; it matters for distributed activations only.
         args: Arguments of `forward_func`.
-        rng: The build's random streams, if `forward_func` drops out. With them, or with `fp8`, the
-            project's function runs on every backend.
-        fp8: The build's FP8 state.
+        rng: The build's random streams. Needed if `forward_func` drops out and another microbatch
+            runs before its backward pass.
+        fp8: The build's FP8 state. Needed if scales or the FP8 switch may change before the
+            backward pass.
 
     Raises:
-        MegatronError: Distribution was asked for and the project's function runs.
+        MegatronError: Distributed activations were asked for.
     """
-    backend, reason = resolve("auto", _device())
-    _say(backend, reason)
-    if isinstance(backend, TransformerEngineBackend) and rng is None and fp8 is None:
-        return te_calls.checkpoint(
-            backend.library,
-            forward_func,
-            *args,
-            distribute_saved_activations=distribute_saved_activations,
-            get_rng_state_tracker=get_rng_state_tracker,
-            tp_group=tp_group,
-        )
+    del get_rng_state_tracker, tp_group
     if distribute_saved_activations:
         raise MegatronError(
             complaint(
                 "te_checkpoint(distribute_saved_activations=)",
                 True,
-                "The project's recompute keeps inputs whole",
+                "Recompute keeps its inputs whole",
                 "Pass False",
             )
         )
