@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -258,7 +259,8 @@ class ParallelState:
             rank: Global rank of this process.
             world_size: Number of processes.
             make_group: Makes one process group from global ranks; called on every rank for every
-                group in the same order. Default: `torch.distributed.new_group`.
+                group in the same order. Default: `torch.distributed.new_group`, with the time
+                limit `config.distributed_timeout_minutes`.
             amax_reduction: `tp`, `tp-cp` or `tp-cp-dp`; default `config.fp8_amax_reduction`.
 
         Raises:
@@ -297,7 +299,11 @@ class ParallelState:
             )
         if world_size == 1:
             return cls.single()
-        make_axis = _AxisMaker(rank, world_size, make_group)
+        if make_group is None:
+            make_group = _default_groups(
+                world_size, getattr(config, "distributed_timeout_minutes", None)
+            )
+        make_axis = _AxisMaker(rank, make_group)
         extents, order = sizes.as_dict(), sizes.order
         axes: dict[str, Any] = {
             name: make_axis(token, groups_of(token, extents, order))
@@ -326,21 +332,31 @@ class ParallelState:
         return " ".join(parts)
 
 
+def _default_groups(world_size: int, timeout_minutes: float | None) -> MakeGroup:
+    """Groups of `torch.distributed`; that of the whole world exists already."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise MeshError(
+            complaint(
+                "world size",
+                world_size,
+                "Several ranks need torch.distributed and it is not initialised",
+                "Call torch.distributed.init_process_group first",
+            )
+        )
+    # Without one, a group gets torch's default limit, not that of init_process_group.
+    timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+
+    def make(ranks: list[int]) -> dist.ProcessGroup | None:
+        whole = len(ranks) == world_size
+        return dist.group.WORLD if whole else dist.new_group(ranks, timeout=timeout)
+
+    return make
+
+
 class _AxisMaker:
     """Makes axes, one process group for each distinct set of ranks."""
 
-    def __init__(self, rank: int, world_size: int, make_group: MakeGroup | None) -> None:
-        if make_group is None:
-            if not dist.is_available() or not dist.is_initialized():
-                raise MeshError(
-                    complaint(
-                        "world size",
-                        world_size,
-                        "Several ranks need torch.distributed and it is not initialised",
-                        "Call torch.distributed.init_process_group first",
-                    )
-                )
-            make_group = dist.new_group
+    def __init__(self, rank: int, make_group: MakeGroup) -> None:
         self.rank, self.make_group = rank, make_group
         self.made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
