@@ -77,8 +77,6 @@ class HfSource:
         self.model_type: str = config["model_type"]
         self.weights = hf_files.HfWeights(directory)
         self.tokenizer = hf_files.tokenizer_files(directory)
-        if (directory / "generation_config.json").is_file():
-            self.tokenizer["generation_config.json"] = directory / "generation_config.json"
         self.special_tokens = {n: config[n] for n in _SPECIAL_TOKENS if n in config}
         self._prefix = ""
         if self.model_type == "gpt2" and "wte.weight" in self.weights:
@@ -179,8 +177,8 @@ class MegatronSource:
         self.fields["apply_layernorm_1p"] = False
         # Settings that no such architecture has are refused before anything is written.
         self.model_type: str = hf_from_fields(self.fields, "float32", self.directory)["model_type"]
-        self.special_tokens = dict(common.get("special_tokens") or {})
         self.tokenizer = _tokenizer_of(self.directory, settings)
+        self.special_tokens = dict(common.get("special_tokens") or _generation(self.tokenizer))
         self._check()
         self.dtype = self.reader.tensors[hf_map.WORD_EMBEDDINGS].dtype
 
@@ -268,6 +266,13 @@ def _tokenizer_of(directory: Path, settings: Mapping[str, Any]) -> dict[str, Pat
         if path and Path(path).is_file():
             found[name] = Path(path)
     return found
+
+
+def _generation(files: Mapping[str, Path]) -> dict[str, Any]:
+    """Special tokens from ``generation_config.json``, for runs that started from a conversion."""
+    path = files.get("generation_config.json")
+    values = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    return {n: values[n] for n in _SPECIAL_TOKENS if n in values}
 
 
 # ------------------------------------------------------------------------------------------- out
@@ -370,6 +375,9 @@ def write_megatron(source: Source, save: Path, dtype: str, check: Check | None =
         ConfigError: The model's settings contradict each other.
     """
     cfg = config_of(source.fields, dtype)
+    if "tokenizer.json" in source.tokenizer:
+        tokens = save.resolve() / place.RELEASE / TOKENIZER_DIRECTORY
+        cfg = cfg.replace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokens))
     layers = source.fields["num_layers"]
     tensors = {}
     for row in source.rows():

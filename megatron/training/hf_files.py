@@ -30,6 +30,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "generation_config.json",
 )
 
 
@@ -182,5 +183,5 @@ def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tokenizer_files(directory: Path) -> dict[str, Path]:
-    """Return the tokenizer's files in a directory: name -> path."""
+    """Return the files about tokens and generation in a directory: name -> path."""
     return {n: directory / n for n in TOKENIZER_FILES if (directory / n).is_file()}
