@@ -266,27 +266,7 @@ class ParallelState:
         Raises:
             MeshError: If sizes do not fit, or `torch.distributed` is missing for several ranks.
         """
-        sizes = (
-            config if isinstance(config, MeshSizes) else MeshSizes.from_config(config, world_size)
-        )
-        if sizes.world != world_size:
-            raise MeshError(
-                complaint(
-                    "world size",
-                    world_size,
-                    f"The mesh was laid out for {sizes.world}",
-                    "Build the sizes for this world",
-                )
-            )
-        if not 0 <= rank < world_size:
-            raise MeshError(
-                complaint(
-                    "rank",
-                    rank,
-                    f"Ranks run from 0 to {world_size - 1}",
-                    "Check RANK and WORLD_SIZE",
-                )
-            )
+        sizes = _sizes_of(config, rank, world_size)
         amax = amax_reduction or getattr(config, "fp8_amax_reduction", None) or "tp-cp-dp"
         if amax not in AMAX_REDUCTIONS:
             raise MeshError(
@@ -330,6 +310,30 @@ class ParallelState:
         parts = [f"rank {self.rank}", f"tp{self.tp.rank}", f"pp{self.pp.rank}", f"dp{self.dp.rank}"]
         parts += [f"{axis.name}{axis.rank}" for axis in (self.cp, self.ep) if axis.size > 1]
         return " ".join(parts)
+
+
+def _sizes_of(config: Any, rank: int, world_size: int) -> MeshSizes:
+    """The sizes that a configuration asks for, checked against this process's place."""
+    sizes = config if isinstance(config, MeshSizes) else MeshSizes.from_config(config, world_size)
+    if sizes.world != world_size:
+        raise MeshError(
+            complaint(
+                "world size",
+                world_size,
+                f"The mesh was laid out for {sizes.world}",
+                "Build the sizes for this world",
+            )
+        )
+    if not 0 <= rank < world_size:
+        raise MeshError(
+            complaint(
+                "rank",
+                rank,
+                f"Ranks run from 0 to {world_size - 1}",
+                "Check RANK and WORLD_SIZE",
+            )
+        )
+    return sizes
 
 
 def _default_groups(world_size: int, timeout_minutes: float | None) -> MakeGroup:
