@@ -23,6 +23,28 @@ class CheckpointError(MegatronError):
     """A checkpoint cannot be written or read."""
 
 
+class UnusableCheckpointError(CheckpointError):
+    """The files of a checkpoint are damaged, incomplete or of another kind.
+
+    Args:
+        problem: Which file, and what is wrong with it: a sentence without its full stop.
+        name: The flag that led to the files, or what they are.
+        fix: What to do, a sentence without its full stop.
+
+    Attributes:
+        problem: As above.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        name: str = "checkpoint",
+        fix: str = "Load another one with --ckpt-step or by path, or restore its files from a copy",
+    ) -> None:
+        self.problem = problem.rstrip(".")
+        super().__init__(complaint(name, "unusable content", self.problem, fix))
+
+
 class MeshError(MegatronError):
     """Processes cannot be arranged into the requested axes."""
 

@@ -10,7 +10,7 @@ from megatron.config import RunConfig
 from megatron.config.schema import SPECS, flag_of
 from megatron.core.dist_checkpointing import plain, schema
 from megatron.core.dist_checkpointing.storage import Reader
-from megatron.core.errors import CheckpointError, complaint
+from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 
 # Fields that decide which tensors exist, their shapes, or what their values mean.
 ARCHITECTURE = (
@@ -63,7 +63,9 @@ def read_common(reader: Reader) -> dict[str, Any]:
     older = reader.directory / "common.pt"  # Megatron-Core up to 0.18
     if older.is_file():
         return plain.load(older.read_bytes(), str(older))
-    raise CheckpointError(f"{name} is missing; it holds the iteration and the configuration.")
+    raise UnusableCheckpointError(
+        f"{name} is missing; it holds the iteration and the configuration"
+    )
 
 
 def saved_settings(common: Mapping[str, Any]) -> dict[str, Any]:

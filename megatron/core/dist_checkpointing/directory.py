@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.storage import FileRecord, checksum
-from megatron.core.errors import CheckpointError, complaint
+from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MARKER_FILE = "metadata.json"
@@ -91,6 +91,24 @@ def find(load: Path, step: int | None = None) -> Found | None:
     Raises:
         CheckpointError: What was asked for is not there or was never completely written.
     """
+    try:
+        if load.exists() and not load.is_dir():
+            raise CheckpointError(
+                complaint(
+                    "--load",
+                    load,
+                    "It is a file, and a checkpoint is a directory",
+                    "Name a directory that --save wrote",
+                )
+            )
+        return _choose(load, step)
+    except OSError as error:
+        raise CheckpointError(
+            complaint("--load", load, f"It cannot be read ({describe(error)})", "Check its rights")
+        ) from error
+
+
+def _choose(load: Path, step: int | None) -> Found | None:
     own = iteration_of(load)
     if own is not None or is_committed(load):
         if not is_committed(load):
@@ -322,7 +340,8 @@ def read_manifest(directory: Path) -> dict[str, FileRecord] | None:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
         return {n: FileRecord(int(r["size_bytes"]), int(r["crc32"], 16)) for n, r in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: the list of files is damaged ({error!r}).") from error
+        problem = f"{path}: the list of files is damaged ({error!r})"
+        raise UnusableCheckpointError(problem) from error
 
 
 def verify(directory: Path, part: int = 0, parts: int = 1, contents: bool = True) -> list[str]:

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.storage import (
     PlainPlanner,
     Reader,
 )
-from megatron.core.errors import CheckpointError, complaint
+from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 
 _SLACK_BYTES = 1 << 20  # index, manifest, container overhead
 
@@ -119,8 +119,8 @@ def open_checkpoint(directory: Path, peers: Peers, check_contents: bool = True) 
 def _open(directory: Path) -> Reader:
     try:
         reader = Reader(directory)
-    except CheckpointError as error:
-        raise CheckpointError(place.damage(directory, [str(error)])) from error
+    except UnusableCheckpointError as error:
+        raise CheckpointError(place.damage(directory, [error.problem])) from error
     missing = sorted(n for n in reader.files() if not (directory / n).is_file())
     if missing:
         problems = [f"{directory / n} is missing" for n in missing]
@@ -162,7 +162,7 @@ def _write(
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         reason = place.describe(cause) if isinstance(cause, OSError) else str(cause)
-        raise CheckpointError(f"[rank {rank}] {reason or repr(cause)}") from error
+        raise CheckpointError(f"{reason or repr(cause)} (rank {rank})") from error
     records: dict[str, FileRecord] = {}
     for part in peers.gather(writer.records):
         records.update(part)

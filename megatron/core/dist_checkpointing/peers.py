@@ -49,8 +49,8 @@ class Peers:
         problems = self.gather(problem)
         for rank, text in enumerate(problems):
             if text is not None:
-                prefix = f"[rank {rank}] " if self.size > 1 else ""
-                raise CheckpointError(prefix + text)
+                shared = all(other == text for other in problems)
+                raise CheckpointError(text if shared else f"rank {rank} has a problem. {text}")
 
     def decide(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the first rank and give its result, or its failure, to all.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import UnusableCheckpointError
 
 
 def dump(values: Mapping[str, Any]) -> bytes:
@@ -45,9 +45,9 @@ def load(data: bytes, name: str) -> dict[str, Any]:
     except pickle.UnpicklingError:
         values = _load_opaque(data, name)
     except (RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{name}: it is damaged ({error}).") from error
+        raise UnusableCheckpointError(f"{name}: it is damaged ({error}).") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{name}: it holds no dictionary.")
+        raise UnusableCheckpointError(f"{name}: it holds no dictionary.")
     return values
 
 
@@ -97,6 +97,8 @@ def _load_opaque(data: bytes, name: str) -> Any:
             content = archive.read(entry)
         return _OpaqueUnpickler(io.BytesIO(content)).load()
     except (zipfile.BadZipFile, ValueError, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(f"{name}: it is damaged ({error}).") from error
+        raise UnusableCheckpointError(f"{name}: it is damaged ({error}).") from error
     except (TypeError, AttributeError, KeyError, IndexError) as error:
-        raise CheckpointError(f"{name}: its content is not understood ({error!r}).") from error
+        raise UnusableCheckpointError(
+            f"{name}: its content is not understood ({error!r})."
+        ) from error

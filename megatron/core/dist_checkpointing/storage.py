@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import UnusableCheckpointError
 
 INDEX_FILE = ".metadata"
 _COPY_BYTES = 16 << 20
@@ -48,13 +48,18 @@ class _ChecksumStream(io.RawIOBase):
         self._file = file
         self.size_bytes = 0
         self.crc32 = 0
+        self.failure: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
         self.size_bytes += len(view)
         self.crc32 = zlib.crc32(view, self.crc32)
         return len(view)
@@ -85,7 +90,13 @@ class _ChecksumFileSystem(FileSystem):
                 yield cast(io.IOBase, file)
                 return
             stream = _ChecksumStream(cast(IO[bytes], file))
-            yield stream
+            try:
+                yield stream
+            except RuntimeError as error:
+                # torch's archive writer fails again while it closes, and hides the cause.
+                if stream.failure is None:
+                    raise
+                raise stream.failure from error
         self.records[Path(path).name] = FileRecord(stream.size_bytes, stream.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -195,7 +206,7 @@ class Reader:
             CheckpointError: There is no such entry, or its file is damaged.
         """
         if key not in self.blobs:
-            raise CheckpointError(f"{self.directory}: it has no entry {key!r}.")
+            raise UnusableCheckpointError(f"{self.directory}: it has no entry {key!r}.")
         return self._raw(self._metadata.storage_data[MetadataIndex(key)])
 
     def read(self, key: str) -> Tensor:
@@ -217,7 +228,9 @@ class Reader:
         """
         entry = self._entry(key)
         if not entry.shape or not 0 <= row < entry.shape[0]:
-            raise CheckpointError(f"{self.directory}: {key} {entry.shape} has no row {row}.")
+            raise UnusableCheckpointError(
+                f"{self.directory}: {key} {entry.shape} has no row {row}."
+            )
         target = torch.empty((1, *entry.shape[1:]), dtype=entry.dtype)
         offset = (row, *(0,) * (target.dim() - 1))
         self.load({key: Sharded(entry.shape, [Piece(target, offset)])})
@@ -257,7 +270,7 @@ class Reader:
 
     def _entry(self, key: str) -> TensorEntry:
         if key not in self.tensors:
-            raise CheckpointError(f"{self.directory}: it has no tensor {key!r}.")
+            raise UnusableCheckpointError(f"{self.directory}: it has no tensor {key!r}.")
         return self.tensors[key]
 
     def _check_shape(self, key: str, target: Sharded) -> None:
@@ -265,7 +278,7 @@ class Reader:
         if target.padded_dim is not None and len(stored) == len(wanted):
             wanted[target.padded_dim] = stored[target.padded_dim]
         if stored != wanted:
-            raise CheckpointError(
+            raise UnusableCheckpointError(
                 f"{self.directory}: {key} has shape {tuple(stored)}, the model needs "
                 f"{tuple(target.size())}."
             )
@@ -294,7 +307,7 @@ class Reader:
             with torch.no_grad():
                 piece.local.narrow(padded_dim, shape[padded_dim] - beyond, beyond).zero_()
         if missing:
-            raise CheckpointError(
+            raise UnusableCheckpointError(
                 f"{self.directory}: {key}: {missing} of the {volume(shape)} elements at "
                 f"{piece.offset} are stored nowhere."
             )
@@ -305,12 +318,14 @@ class Reader:
         try:
             value = torch.load(data, map_location="cpu", weights_only=True)
         except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise CheckpointError(
+            raise UnusableCheckpointError(
                 f"{self.directory / info.relative_path}: the bytes of {index.fqn} at offset "
                 f"{info.offset} are damaged ({error})."
             ) from error
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{self.directory}: {index.fqn} is not stored as a tensor.")
+            raise UnusableCheckpointError(
+                f"{self.directory}: {index.fqn} is not stored as a tensor."
+            )
         return value
 
     def _raw(self, info: Any) -> bytes:
@@ -320,9 +335,11 @@ class Reader:
                 file.seek(info.offset)
                 data: bytes = file.read(info.length)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
+            raise UnusableCheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
         if len(data) != info.length:
-            raise CheckpointError(f"{path}: it ends too early, at byte {info.offset + len(data)}.")
+            raise UnusableCheckpointError(
+                f"{path}: it ends too early, at byte {info.offset + len(data)}."
+            )
         return data
 
 
@@ -347,11 +364,11 @@ def _read_index(path: Path) -> Metadata:
         with path.open("rb") as file:
             metadata = _IndexUnpickler(file).load()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
+        raise UnusableCheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: it is not a checkpoint index ({error}).") from error
+        raise UnusableCheckpointError(f"{path}: it is not a checkpoint index ({error}).") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{path}: it is not a checkpoint index.")
+        raise UnusableCheckpointError(f"{path}: it is not a checkpoint index.")
     return metadata
 
 
