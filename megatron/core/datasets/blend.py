@@ -58,17 +58,17 @@ def parse_blend(words: Sequence[str]) -> BlendSpec:
         raise DataError(
             complaint("--data-path", "nothing", "There is no corpus to read", "Name a prefix")
         )
-    numbers = [_number(word) for word in words[::2]]
+    numbers = [_number(word) for word in words]
     if len(words) % 2 or all(number is None for number in numbers):
         return BlendSpec(tuple(words), None)
-    weights = [number for number in numbers if number is not None]
+    weights = [number for number in numbers[::2] if number is not None]
     got = " ".join(words)
-    if len(weights) < len(numbers):
+    if len(weights) < len(words) // 2:
         raise DataError(
             complaint(
                 "--data-path",
                 got,
-                "Every other word must be a weight once one of them is a number",
+                "Every other word must be a weight, the first included, once one of them is one",
                 "Write either prefixes only or weight-prefix pairs",
             )
         )

@@ -175,6 +175,7 @@ class IndexedDataset:
                     "Copy both files again, or run tools/preprocess_data.py again",
                 )
             )
+        self._num_bytes = have
         self._tokens: npt.NDArray[np.uint8] | None = None
         if self.mmap:
             self._tokens = _mapped(path) if have else np.empty(0, np.uint8)
@@ -213,6 +214,12 @@ class IndexedDataset:
         return self._bytes(start, count * self.dtype.itemsize).view(self.dtype)
 
     def _bytes(self, start: int, size: int) -> npt.NDArray[np.uint8]:
+        if not 0 <= start <= self._num_bytes - size:
+            raise _broken(
+                idx_path(self.prefix),
+                f"a sequence of {size} bytes at offset {start}",
+                f"{bin_path(self.prefix).name} has {self._num_bytes} bytes",
+            )
         if self._tokens is not None:
             return self._tokens[start : start + size]
         if self._file is None:

@@ -195,13 +195,37 @@ def encode_files(
         Counts of what was read and written.
 
     Raises:
-        DataError: A file or line cannot be used, or nothing was left to write. No output then
-            exists that did not exist before.
+        DataError: A file or line cannot be used, nothing was left to write, or it cannot be
+            written. No output then exists that did not exist before.
     """
     if workers < 1:
         raise DataError(
             complaint("--workers", workers, "Somebody has to do the work", "Use 1 or more")
         )
+    try:
+        return _encode_files(
+            inputs, output_prefix, tokenizer_options, options, workers, log_interval, report
+        )
+    except OSError as error:  # reading reports its own failures
+        raise DataError(
+            complaint(
+                "--output-prefix",
+                os.fspath(output_prefix),
+                f"It cannot be written ({error.strerror or error})",
+                "Name a place in a writable folder with enough space; nothing was written",
+            )
+        ) from error
+
+
+def _encode_files(
+    inputs: Sequence[str | os.PathLike[str]],
+    output_prefix: str | os.PathLike[str],
+    tokenizer_options: TokenizerOptions,
+    options: EncodeOptions,
+    workers: int,
+    log_interval: int,
+    report: Callable[[str], None],
+) -> Summary:
     tokenizer = build_tokenizer(tokenizer_options)
     encoder = _Encoder(tokenizer, options)
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
