@@ -2,6 +2,7 @@
 
 Everything runs in one process, one step of each contender in turn, so that they share the machine's
 moods; medians and their ratios are printed, with the loss beside every speed, then one JSON line.
+On a machine that others use, measure with --threads 1 and read the ratios of CPU time.
 
     python benchmarks/train_step.py                       the reference size, about two minutes
     python benchmarks/train_step.py --layers 2 --seq 128  smaller
@@ -194,6 +195,7 @@ def report(args: argparse.Namespace, found: list[Contender]) -> dict[str, object
     rates = {str(d).split(".")[1]: gemm_rate(d) for d in (torch.bfloat16, torch.float32)}
     best = max(rates.values())
     medians = {c.name: statistics.median(c.wall_s) for c in found}
+    cpu = {c.name: statistics.median(c.cpu_s) for c in found}
     print(f"threads {torch.get_num_threads()}, torch {torch.__version__}, {cpu_bf16_gemm().reason}")
     print(
         "GEMM 1024^3: "
@@ -206,7 +208,7 @@ def report(args: argparse.Namespace, found: list[Contender]) -> dict[str, object
     for c in found:
         wall = medians[c.name]
         print(
-            f"{c.name:30} {wall * 1e3:9.1f} {statistics.median(c.cpu_s) * 1e3:9.1f} "
+            f"{c.name:30} {wall * 1e3:9.1f} {cpu[c.name] * 1e3:9.1f} "
             f"{tokens / wall:9.0f} {flops / wall / best:8.1%} {c.loss:8.4f}"
         )
     ratios = {}
@@ -218,14 +220,15 @@ def report(args: argparse.Namespace, found: list[Contender]) -> dict[str, object
     ]
     for fast, slow, text in pairs:
         if fast in medians and slow in medians:
-            ratios[text] = medians[slow] / medians[fast]
-            print(f"{text}: {ratios[text]:.3f}")
+            both = (medians[slow] / medians[fast], cpu[slow] / cpu[fast])
+            ratios[text] = dict(zip(("wall", "cpu"), both, strict=True))
+            print(f"{text}: {both[0]:.3f} (by CPU time {both[1]:.3f})")
     return {
         "settings": vars(args),
         "gemm_flops_per_s": rates,
         "model_flops_per_step": flops,
         "median_wall_s": medians,
-        "median_cpu_s": {c.name: statistics.median(c.cpu_s) for c in found},
+        "median_cpu_s": cpu,
         "loss": {c.name: c.loss for c in found},
         "ratios": ratios,
     }

@@ -194,3 +194,13 @@ def test_cuda_library_path_equals_the_oracle(shape):
     found = causal_attention(*inputs, scale=0.3)
     expected = oracle(*(x.detach().cpu() for x in inputs), 0.3)
     assert relative_error(found.cpu(), expected) < 5e-3
+
+
+@pytest.mark.gpu
+def test_cuda_dropout_repeats_with_its_seed_and_leaves_the_generator_alone():
+    inputs = [x.detach().cuda().to(torch.bfloat16) for x in tensors(SHAPES[1])]
+    state = torch.cuda.get_rng_state()
+    first = causal_attention(*inputs, scale=0.3, dropout=0.5, seed=3)
+    assert torch.equal(first, causal_attention(*inputs, scale=0.3, dropout=0.5, seed=3))
+    assert not torch.equal(first, causal_attention(*inputs, scale=0.3, dropout=0.5, seed=4))
+    assert torch.equal(state, torch.cuda.get_rng_state())

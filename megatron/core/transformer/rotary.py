@@ -202,7 +202,9 @@ def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     between = (1,) * (x.dim() - 3)
     cos = cos.view(*cos.shape[:2], *between, pairs)
     sin = sin.view(*sin.shape[:2], *between, pairs)
-    rows = max(1, _CHUNK_ELEMENTS // max(1, x[0].numel()))
+    rows = x.shape[0]
+    if x.device.type == "cpu":
+        rows = max(1, _CHUNK_ELEMENTS // max(1, x[0].numel()))
     for i in range(0, x.shape[0], rows):
         part, into = x[i : i + rows], out[i : i + rows]
         c, s = cos[i : i + rows], sin[i : i + rows]
