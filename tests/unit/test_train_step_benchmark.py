@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "train_step.py"
-TINY = (
-    "--layers 1 --hidden 64 --heads 2 --ffn 96 --vocab 128 --seq 32 --batch 1 "
-    "--threads 1 --steps 1 --only"
-).split()
+TINY = {"layers": 1, "hidden": 64, "heads": 2, "ffn": 96, "vocab": 128, "seq": 32, "batch": 1}
+TINY |= {"threads": 1, "steps": 1}
 
 
 @pytest.fixture
-def benchmark():
+def benchmark(monkeypatch):
     spec = importlib.util.spec_from_file_location("train_step_benchmark", PATH)
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
 def run(benchmark, monkeypatch, only):
-    monkeypatch.setattr("sys.argv", ["train_step.py", *TINY, only])
+    sizes = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
+    monkeypatch.setattr("sys.argv", ["train_step.py", *sizes, "--only", only])
     benchmark.main()
 
 
