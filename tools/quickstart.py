@@ -1,8 +1,8 @@
 """From raw text to a trained FP8 GPT to a HuggingFace model, on this machine.
 
 Every step is a command of the project that can be run by hand; it is printed before it runs. A
-step whose inputs have not changed since it last succeeded is skipped. ``make quickstart`` calls
-this after it has built the environment.
+step whose inputs have not changed since it last succeeded is skipped, and one that was interrupted
+continues. ``make quickstart`` calls this after it has built the environment.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -44,6 +45,7 @@ class Steps:
         *,
         inputs: Sequence[Path] = (),
         outputs: Sequence[Path] = (),
+        folder: Path | None = None,
         log: Path | None = None,
         always: bool = False,
     ) -> None:
@@ -54,6 +56,8 @@ class Steps:
             command: Argument list, run from the repository root.
             inputs: Files whose content decides whether the step is stale.
             outputs: Files that must exist for the step to be skipped.
+            folder: What the step fills. It is emptied when the command or its inputs are others
+                than those that filled it, and continued when the same step was interrupted.
             log: Copy the output there as well.
             always: Run even if nothing changed.
 
@@ -61,12 +65,17 @@ class Steps:
             SystemExit: The command failed; its exit code is passed on.
         """
         stamp = self.stamps / name.replace(" ", "_")
+        begun_stamp = stamp.with_name(f"{stamp.name}.begun")
         key = _digest(command, inputs)
         done = stamp.is_file() and stamp.read_text() == key and all(p.exists() for p in outputs)
         if done and not always:
             print(f"== {name}: already done", flush=True)
             return
         stamp.unlink(missing_ok=True)
+        same = begun_stamp.is_file() and begun_stamp.read_text() == key
+        if folder is not None and not same:
+            shutil.rmtree(folder, ignore_errors=True)
+        begun_stamp.write_text(key)
         print(f"\n== {name}\n$ {_shown(command)}", flush=True)
         begun = time.monotonic()
         code = _run(command, log)
@@ -172,6 +181,7 @@ def main() -> None:
         train,
         inputs=[ROOT / CONFIG, work / "corpus_text_document.idx"],
         outputs=[log, run / "latest_checkpointed_iteration.txt"],
+        folder=run,
         log=log,
     )
     entropy = json.loads(statistics.read_text())["unigram_entropy_nats"]
@@ -196,6 +206,7 @@ def main() -> None:
         + ["--target-dtype", "bf16", "--verify"],
         inputs=[run / "latest_checkpointed_iteration.txt", log],
         outputs=[exported / "config.json"],
+        folder=exported,
     )
     steps.run(
         "generate",
