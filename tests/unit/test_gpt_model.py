@@ -285,11 +285,16 @@ def test_precision_rows_cover_every_product_and_keep_the_head_out_of_fp8():
     rows = model.named_precision_rows()
     by_layer = {row.path for row in rows}
     assert "decoder.layers.1.mlp.linear_fc2" in by_layer
-    assert len([row for row in rows if row.path.startswith("decoder.")]) == 2 * 4 * 3
-    head = [row for row in rows if row.path == "output_layer"]
-    assert {row.delivered for row in head} == {"bf16"}
-    assert all(row.reason for row in head)
-    assert all("fp8" in row.delivered for row in rows if row.path.startswith("decoder."))
+    linear = [row for row in rows if ".linear_" in row.path]
+    assert len(linear) == 2 * 4 * 3
+    assert all("fp8" in row.delivered and not row.is_fallback for row in linear)
+    others = [row for row in rows if row not in linear]
+    assert [row.path for row in others] == [
+        "embedding.word_embeddings",
+        *(f"decoder.layers.{i}.self_attention.core_attention" for i in range(2)),
+        *["output_layer"] * 3,
+    ]
+    assert all(row.delivered == "bf16" and row.reason for row in others)
 
 
 # -- recompute ---------------------------------------------------------------------------------

@@ -21,6 +21,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 if TYPE_CHECKING:
     from megatron.core.build import Build
 
+_OUTSIDE_FP8 = (
+    ("word_embeddings", "table lookup", "not an FP8 consumer: a lookup is no matrix product"),
+    ("core_attention", "softmax attention", "not an FP8 consumer: the recipes cover linear layers"),
+)
+
 
 class GPTModel(nn.Module):
     """A decoder-only transformer language model.
@@ -85,9 +90,20 @@ class GPTModel(nn.Module):
         return weight
 
     def named_precision_rows(self) -> list[PrecisionRow]:
-        """Which matrix product of which layer runs in which precision, in the model's order."""
-        precisions = (getattr(module, "precision", None) for module in self.modules())
-        return [row for precision in precisions if precision for row in precision.rows()]
+        """Which matrix product of which layer runs in which precision, in the model's order.
+
+        What no FP8 recipe covers is listed too: the table is the whole model.
+        """
+        plain = self.output_layer.precision.row().delivered
+        rows: list[PrecisionRow] = []
+        for path, module in self.named_modules():
+            precision = getattr(module, "precision", None)
+            if precision is not None:
+                rows += precision.rows()
+            for name, kernel, reason in _OUTSIDE_FP8:
+                if path.endswith(name):
+                    rows.append(PrecisionRow(path, "all", plain, plain, kernel, reason))
+        return rows
 
     def set_is_first_microbatch(self) -> None:
         """Accept Megatron's hint; quantized weights are cached by version, so nothing changes."""
