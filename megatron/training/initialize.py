@@ -161,6 +161,10 @@ def _transport(cfg: RunConfig, device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
+def _timeout(cfg: RunConfig) -> datetime.timedelta:
+    return datetime.timedelta(minutes=cfg.distributed_timeout_minutes)
+
+
 def _join(cfg: RunConfig, launch: Launch, device: torch.device) -> None:
     """Meet the other processes.
 
@@ -175,7 +179,7 @@ def _join(cfg: RunConfig, launch: Launch, device: torch.device) -> None:
             transport,
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=datetime.timedelta(minutes=cfg.distributed_timeout_minutes),
+            timeout=_timeout(cfg),
             device_id=device if transport == "nccl" else None,
         )
     except (RuntimeError, ValueError) as error:
@@ -227,7 +231,13 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
     _share_cores(launch, os.environ)
     backend, reason = resolve(cfg.transformer_impl, device)
     _join(cfg, launch, device)
-    mesh = ParallelState.build(cfg, launch.rank, launch.world_size)
+    # A group does not inherit the timeout of the default one.
+    mesh = ParallelState.build(
+        cfg,
+        launch.rank,
+        launch.world_size,
+        lambda ranks: dist.new_group(ranks, timeout=_timeout(cfg)),
+    )
     _seed(cfg, device)
     # A terminal shows lines as they come; a pipe to a log file must not hold them back either.
     if hasattr(sys.stdout, "reconfigure"):

@@ -6,8 +6,11 @@ differ a lot between samples, so that a mean of means would show.
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.config import make_config
 from megatron.core.datasets.source import Source
@@ -116,3 +119,25 @@ def test_zeros_and_norm_count_every_element_once():
         assert [s[3] for s in steps] == [s[3] for s in one]
         assert steps[0][3] > 0
         assert steps[0][1] == pytest.approx(one[0][1], rel=1e-5)
+
+
+def timeouts(rank, world_size):
+    """Timeouts with which the mesh's groups are made."""
+    seen, new_group = [], dist.new_group
+
+    def recorded(ranks, timeout=None):
+        seen.append(timeout)
+        return new_group(ranks, timeout=timeout)
+
+    dist.new_group = recorded
+    cfg = make_config(world_size=world_size, mock_data=True, num_layers=1, hidden_size=16,
+                      num_attention_heads=1, seq_length=8, distributed_timeout_minutes=3,
+                      device="cpu")  # fmt: skip
+    start(cfg, Launch(rank, world_size))
+    return seen
+
+
+def test_every_group_has_the_timeout_of_the_flag():
+    for seen in run_ranks(timeouts, 2):
+        assert len(seen) >= 1
+        assert set(seen) == {datetime.timedelta(minutes=3)}
