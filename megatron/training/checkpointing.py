@@ -129,6 +129,7 @@ def save_checkpoint(
         )
     bare = _bare(model)
     tensors = schema.model_state(bare, mesh.tp, cfg.num_layers)
+    blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
     if optimizer is not None and not cfg.no_save_optim:
         named = optimizer.named_state()
         tensors.update(schema.optimizer_state(named, bare, mesh.tp, cfg.num_layers))
@@ -136,13 +137,14 @@ def save_checkpoint(
     tensors.update({k: whole(t) for k, t in fp8_tensors.items()})
     if mesh.pp.size > 1:  # each stage knows its own layers only
         tree = _merge_trees(peers.gather(tree))
-    blobs: dict[str, bytes] = {}
+    assets: dict[str, Path | bytes] = {}
     if peers.leads:
         common = _common(cfg, mesh, None if cfg.no_save_optim else optimizer, scheduler, progress)
         blobs[schema.COMMON_KEY] = plain.dump({**common, "fp8": tree})
+        assets[schema.COMMON_FILE] = blobs[schema.COMMON_KEY]  # for Megatron-Core up to 0.18
     if not cfg.no_save_rng:
         blobs[_rng_key(mesh)] = plain.dump(random_state.capture())
-    saved = io.save(Path(cfg.save), iteration, tensors, blobs, peers)
+    saved = io.save(Path(cfg.save), iteration, tensors, blobs, peers, assets)
     if peers.leads:
         rate = saved.size_bytes / max(saved.seconds, 1e-9) / 1e6
         say(
@@ -152,6 +154,34 @@ def save_checkpoint(
             f"({saved.size_bytes / 1e6:.1f} MB in {saved.seconds:.2f} s, {rate:.0f} MB/s)"
         )
     return saved.directory
+
+
+def check_save(cfg: RunConfig, mesh: ParallelState, say: Say = print_line) -> None:
+    """Find out at the start, not hours later, whether ``--save`` can be written to.
+
+    Every rank calls this.
+
+    Args:
+        cfg: The configuration; without ``save`` nothing happens.
+        mesh: The process mesh.
+        say: Receives a warning when the run will replace checkpoints that it did not start from.
+
+    Raises:
+        CheckpointError: On every rank, when the first one cannot write there.
+    """
+    if cfg.save is None:
+        return
+    peers, root = Peers(mesh.world), Path(cfg.save)
+    peers.decide(lambda: place.check_writable(root))
+    if not peers.leads or (cfg.load is not None and Path(cfg.load).resolve() == root.resolve()):
+        return
+    before = place.committed(root)
+    if before:
+        say(
+            f"WARNING: --save: {root} holds checkpoints up to iteration {before[-1][0]} of a run "
+            f"that is not continued here (--load is {cfg.load or 'not given'}). Those of the same "
+            "iterations will be replaced, and a later --load takes what was saved last."
+        )
 
 
 def _bare(model: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ import torch
 from megatron.config import RunConfig
 from megatron.core.datasets.source import Source
 from megatron.core.distributed.finalize import finalize_gradients
+from megatron.core.mesh import Axis
 from megatron.core.optimizer import StepResult
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.schedule import generate
@@ -123,6 +124,14 @@ class TrainStep:
             self.parts.fp8.sync(self._mesh.amax)
         else:
             self.parts.fp8.discard()
+
+
+@torch.no_grad()
+def parameters_are_finite(parts: Parts, world: Axis) -> bool:
+    """Return whether every parameter on every rank is a number. Collective."""
+    finite = [torch.isfinite(p).all() for p in parts.model.parameters()]
+    flag = torch.stack(finite).all().float().reshape(1)
+    return bool(all_reduce_(flag, world, "min").item())
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from megatron.observe.events import (
 from megatron.observe.lines import stamp
 from megatron.observe.sinks import build_sinks
 from megatron.training import precision
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import check_save, load_checkpoint, save_checkpoint
 from megatron.training.flops import flops_per_iteration
 from megatron.training.initialize import Runtime
 from megatron.training.memory import measure, theoretical_bytes
@@ -36,7 +36,7 @@ from megatron.training.providers import (
     with_tokenizer,
 )
 from megatron.training.signals import ExitWatch
-from megatron.training.step import StepOutcome, TrainStep, evaluate
+from megatron.training.step import StepOutcome, TrainStep, evaluate, parameters_are_finite
 
 # A run whose loss or gradients are not finite this many times in a row does not recover.
 MAX_BAD_STEPS = 3
@@ -123,6 +123,7 @@ class Trainer:
         for notice in self._notices:
             self._say(f"NOTE: {notice}")
         self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
+        check_save(cfg, self.mesh, self._say)
         self._parts = setup_model(cfg, runtime)
         if cfg.load is not None:
             loaded = load_checkpoint(
@@ -280,15 +281,16 @@ class Trainer:
         if self._bad_steps < MAX_BAD_STEPS:
             return
         what = "loss" if not outcome.loss_is_finite else "gradient norm"
-        last = self._last_good_checkpoint or "none"
+        last = self._last_good_checkpoint
         raise TrainingError(
             complaint(
                 what,
                 "nan or inf",
                 f"Iterations {self.progress.iteration - MAX_BAD_STEPS + 1} to "
                 f"{self.progress.iteration} were not finite and were skipped. "
-                f"Last good checkpoint: {last}",
-                "Resume from it with a lower learning rate or another precision",
+                f"Last good checkpoint: {last or 'none'}",
+                f"{'Resume from it' if last else 'Start again'} with a lower learning rate or "
+                "another precision",
             )
         )
 
@@ -327,6 +329,13 @@ class Trainer:
         if not self.config.save or self._saved_at == self.progress.iteration:
             return
         parts = self.parts
+        if self._bad_steps and not parameters_are_finite(parts, self.mesh.world):
+            last = self._last_good_checkpoint or "none"
+            self._say(
+                f"WARNING: no checkpoint at iteration {self.progress.iteration}: the weights are "
+                f"not finite. Last good checkpoint: {last}"
+            )
+            return
         with self.bus.paused():
             path: Path = save_checkpoint(
                 self.config,

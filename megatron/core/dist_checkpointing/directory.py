@@ -187,6 +187,32 @@ def _not_committed(name: str, directory: Path, previous: tuple[int, Path] | None
 # ------------------------------------------------------------------------------------- writing
 
 
+def check_writable(root: Path) -> None:
+    """Make the save directory and a file in it, which is removed again.
+
+    Raises:
+        CheckpointError: That is not possible.
+    """
+    probe = root / f".probe-{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise _not_writable(root, error) from error
+
+
+def _not_writable(root: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        complaint(
+            "--save",
+            root,
+            f"It cannot be written to ({describe(error)})",
+            "Choose a writable directory",
+        )
+    )
+
+
 def prepare(root: Path, iteration: int | str, needed_bytes: int) -> Path:
     """Make the temporary directory for a save, after clearing what crashed saves left.
 
@@ -221,14 +247,7 @@ def prepare(root: Path, iteration: int | str, needed_bytes: int) -> Path:
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
-        raise CheckpointError(
-            complaint(
-                "--save",
-                root,
-                f"It cannot be written to ({describe(error)})",
-                "Choose a writable directory",
-            )
-        ) from error
+        raise _not_writable(root, error) from error
     return tmp
 
 
@@ -244,12 +263,12 @@ def clean(root: Path) -> None:
             shutil.rmtree(child)
 
 
-def copy_files(tmp: Path, files: Mapping[str, Path]) -> dict[str, FileRecord]:
-    """Copy files into a temporary directory.
+def add_files(tmp: Path, files: Mapping[str, Path | bytes]) -> dict[str, FileRecord]:
+    """Put further files into a temporary directory.
 
     Args:
         tmp: The directory.
-        files: Relative name -> source.
+        files: Relative name -> file to copy, or content.
 
     Returns:
         Relative name -> size and checksum.
@@ -258,7 +277,10 @@ def copy_files(tmp: Path, files: Mapping[str, Path]) -> dict[str, FileRecord]:
     for name, source in files.items():
         target = tmp / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+        if isinstance(source, bytes):
+            target.write_bytes(source)
+        else:
+            shutil.copyfile(source, target)
         with target.open("rb") as file:
             os.fsync(file.fileno())
         records[name] = checksum(target)
