@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
+
+from megatron.core.shards import InitMethod
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
-
-InitMethod = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
