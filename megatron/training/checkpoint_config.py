@@ -12,6 +12,8 @@ from megatron.core.dist_checkpointing import plain, schema
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 
+TOKENIZER_DIRECTORY = "tokenizer"  # inside a checkpoint that a conversion made
+
 # Fields that decide which tensors exist, their shapes, or what their values mean.
 ARCHITECTURE = (
     "num_layers",
@@ -58,14 +60,21 @@ def read_common(reader: Reader) -> dict[str, Any]:
         CheckpointError: There is none, or it is damaged.
     """
     name = f"{reader.directory}: {schema.COMMON_KEY}"
+    older = reader.directory / schema.COMMON_FILE  # Megatron-Core up to 0.18 has only this
     if schema.COMMON_KEY in reader.blobs:
-        return plain.load(reader.read_blob(schema.COMMON_KEY), name)
-    older = reader.directory / "common.pt"  # Megatron-Core up to 0.18
-    if older.is_file():
-        return plain.load(older.read_bytes(), str(older))
-    raise UnusableCheckpointError(
-        f"{name} is missing; it holds the iteration and the configuration"
-    )
+        common = plain.load(reader.read_blob(schema.COMMON_KEY), name)
+    elif older.is_file():
+        common = plain.load(older.read_bytes(), str(older))
+    else:
+        raise UnusableCheckpointError(
+            f"{name} is missing; it holds the iteration and the configuration"
+        )
+    tokenizer = reader.directory / TOKENIZER_DIRECTORY
+    if tokenizer.is_dir() and isinstance(common.get("args"), argparse.Namespace):
+        # The tokenizer that travels with the checkpoint, wherever both were moved to.
+        common["args"].tokenizer_model = str(tokenizer)
+        common["given"] = {**(common.get("given") or {}), "tokenizer_model": str(tokenizer)}
+    return common
 
 
 def saved_settings(common: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,13 +30,17 @@ from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import Axis
 from megatron.training import hf_files, hf_map
-from megatron.training.checkpoint_config import ARCHITECTURE, read_common, saved_settings
+from megatron.training.checkpoint_config import (
+    ARCHITECTURE,
+    TOKENIZER_DIRECTORY,
+    read_common,
+    saved_settings,
+)
 from megatron.training.hf_config import fields_from_hf, hf_from_fields, read_config
 from megatron.training.hf_map import Row
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-TOKENIZER_DIRECTORY = "tokenizer"
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _IGNORED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 Say = Callable[[str], None]
@@ -376,8 +380,9 @@ def write_megatron(source: Source, save: Path, dtype: str, check: Check | None =
     """
     cfg = config_of(source.fields, dtype)
     if "tokenizer.json" in source.tokenizer:
-        tokens = save.resolve() / place.RELEASE / TOKENIZER_DIRECTORY
-        cfg = cfg.replace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokens))
+        cfg = cfg.replace(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=TOKENIZER_DIRECTORY
+        )
     layers = source.fields["num_layers"]
     tensors = {}
     for row in source.rows():
@@ -394,12 +399,16 @@ def write_megatron(source: Source, save: Path, dtype: str, check: Check | None =
         "given": cfg.given_dict(),
         "special_tokens": source.special_tokens,
     }
-    assets = {f"{TOKENIZER_DIRECTORY}/{n}": p for n, p in source.tokenizer.items()}
+    assets: dict[str, Path | bytes] = {
+        f"{TOKENIZER_DIRECTORY}/{n}": p for n, p in source.tokenizer.items()
+    }
+    assets[schema.COMMON_FILE] = plain.dump(common)
+    blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
     saved = io.save(
         save,
         place.RELEASE,
         tensors,
-        {schema.COMMON_KEY: plain.dump(common)},
+        {schema.COMMON_KEY: plain.dump(common), **blobs},
         Peers(Axis.single("world")),
         assets,
         check,

@@ -352,7 +352,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path, failing_rank):
     run_ranks(save, 2, 1, tmp_path)
     first, second = run_ranks(failing_save, 2, tmp_path, failing_rank, timeout=20)
     assert first == second
-    assert f"[rank {failing_rank}] No space left on device" in first
+    assert f"No space left on device (rank {failing_rank})" in first
     assert sorted(os.listdir(tmp_path)) == ["iter_0000007", place.TRACKER_FILE]
     assert place.find(tmp_path).iteration == 7
 

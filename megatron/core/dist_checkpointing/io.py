@@ -45,7 +45,7 @@ def save(
     tensors: Mapping[str, Sharded],
     blobs: Mapping[str, bytes],
     peers: Peers,
-    assets: Mapping[str, Path] | None = None,
+    assets: Mapping[str, Path | bytes] | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> Saved:
     """Write a checkpoint so that a crash at any moment leaves the previous one loadable.
@@ -56,7 +56,7 @@ def save(
         tensors: Key -> this rank's blocks. Replicas may be offered by several ranks.
         blobs: Key -> bytes; a key offered by several ranks must hold the same bytes.
         peers: The ranks that call this together.
-        assets: Relative name -> file to copy along (a tokenizer, say).
+        assets: Relative name -> further file (path or content), taken from the first rank.
         check: Called on the first rank with the finished files before they become a checkpoint;
             if it raises ``CheckpointError``, they do not.
 
@@ -72,7 +72,7 @@ def save(
     try:
         peers.attempt(lambda: _must_see(tmp))
         records = _write(tmp, tensors, blobs, peers)
-        records.update(peers.decide(lambda: place.copy_files(tmp, assets or {})))
+        records.update(peers.decide(lambda: place.add_files(tmp, assets or {})))
     except CheckpointError as error:
         _discard(tmp, peers)
         raise CheckpointError(_save_failure(root, needed, str(error))) from error

@@ -27,6 +27,13 @@ def dump(values: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
+def dump_nothing() -> bytes:
+    """Return the bytes by which Megatron-Core says that a module has no state of its own."""
+    buffer = io.BytesIO()
+    torch.save([None], buffer)
+    return buffer.getvalue()
+
+
 def load(data: bytes, name: str) -> dict[str, Any]:
     """Read what ``dump``, or Megatron-Core, wrote.
 

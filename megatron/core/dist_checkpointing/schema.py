@@ -23,6 +23,7 @@ from megatron.core.shards import global_shape, local_rectangles
 
 OPTIMIZER_PREFIX = "optimizer.state."
 COMMON_KEY = "common_state/shard_0_1"
+COMMON_FILE = "common.pt"
 RNG_KEY = "rng_state/shard_{rank}_{size}"
 FP8_PREFIX = "fp8_state."
 
@@ -131,6 +132,36 @@ def optimizer_state(
         for kind, tensors_of_kind in by_kind.items()
         for key, shard in sharded_state(tensors_of_kind, tp, num_layers).items()
     }
+
+
+# Modules for which Megatron-Core looks up Transformer Engine's state, empty or not.
+_WITH_EXTRA_STATE = re.compile(
+    r"^(?P<module>.*\.layers\.(self_attention\.linear_qkv|self_attention\.linear_proj|"
+    r"mlp\.linear_fc1|mlp\.linear_fc2))\.weight$"
+)
+
+
+def extra_state_keys(model: Mapping[str, Sharded]) -> list[str]:
+    """List the entries without content that Megatron-Core expects beside a model's tensors.
+
+    Args:
+        model: What ``model_state`` returned.
+
+    Returns:
+        One key for each linear layer and attention core among the blocks of ``model``.
+    """
+    keys = []
+    for key, shard in model.items():
+        match = _WITH_EXTRA_STATE.match(key)
+        if match is None:
+            continue
+        modules = [match["module"]]
+        if modules[0].endswith("linear_qkv"):
+            modules.append(modules[0].replace("linear_qkv", "core_attention"))
+        layers = sorted({piece.offset[0] for piece in shard.pieces})
+        num_layers = shard.size()[0]
+        keys += [f"{m}._extra_state/shard_{i}_{num_layers}" for m in modules for i in layers]
+    return keys
 
 
 def is_model_key(key: str) -> bool:

@@ -151,6 +151,17 @@ _INDEX_GLOBALS = {
             "_MEM_FORMAT_ENCODING",
         )
     ),
+    # Megatron-Core keeps the plans of all ranks in the index.
+    *(
+        ("torch.distributed.checkpoint.planner", name)
+        for name in (
+            "BytesIOWriteData",
+            "SavePlan",
+            "TensorWriteData",
+            "WriteItem",
+            "WriteItemType",
+        )
+    ),
 }
 
 

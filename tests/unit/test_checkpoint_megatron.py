@@ -1,0 +1,142 @@
+"""A checkpoint that Megatron-Core wrote, read here; and what ours hold so that it can read them."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.core.dist_checkpointing import directory as place
+from megatron.core.dist_checkpointing import plain, schema
+from megatron.core.dist_checkpointing.storage import Reader
+from megatron.core.errors import CheckpointError
+from megatron.core.mesh import ParallelState
+from megatron.training.checkpoint_config import read_common, saved_settings
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.hf_verify import load_ours
+from megatron.training.progress import Progress
+from tests.small_models import build_model, small_config
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "megatron_core_checkpoint"
+MODEL = {
+    "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24,
+    "group_query_attention": True, "num_query_groups": 2, "swiglu": True,
+    "add_bias_linear": False, "position_embedding_type": "rope", "seq_length": 16,
+    "max_position_embeddings": 32, "untie_embeddings_and_output_weights": True, "vocab_size": 45,
+}  # fmt: skip
+
+
+def golden_logits():
+    tokens = torch.arange(12).view(1, 12) * 7 % 45
+    return tokens, load_file(GOLDEN / "logits.safetensors")["logits"]
+
+
+@torch.no_grad()
+def logits(model, tokens):
+    return model.eval()(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
+
+
+def test_its_weights_give_its_logits():
+    tokens, expected = golden_logits()
+    found = place.find(GOLDEN)
+    assert found.iteration == 5
+    ours = load_ours(found.directory)
+    assert (logits(ours, tokens)[..., :45] - expected[..., :45]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("multiple", [16, 64])
+def test_a_run_continues_it_with_fresh_optimizer(multiple):
+    tokens, expected = golden_logits()
+    config = small_config(
+        **MODEL, load=str(GOLDEN), no_load_optim=True, make_vocab_size_divisible_by=multiple
+    )
+    model, build = build_model(config)
+    progress, lines = Progress(), []
+    assert load_checkpoint(
+        config, ParallelState.single(), model=model, optimizer=None, scheduler=None,
+        fp8=build.fp8, progress=progress, say=lines.append,
+    )  # fmt: skip
+    assert (progress.iteration, progress.consumed_train_samples) == (5, 40)
+    assert (logits(model, tokens)[..., :45] - expected[..., :45]).abs().max() < 1e-5
+
+
+def test_its_settings_are_understood():
+    settings = saved_settings(read_common(Reader(GOLDEN / "iter_0000005")))
+    assert settings["num_query_groups"] == 2
+    assert settings["norm_epsilon"] == 1e-5
+    assert "params_dtype" not in settings  # a torch.dtype there, no plain value
+
+
+def test_another_model_is_refused():
+    config = small_config(**{**MODEL, "num_layers": 3}, load=str(GOLDEN), no_load_optim=True)
+    model, build = build_model(config)
+    with pytest.raises(CheckpointError, match="--num-layers is 2 in the checkpoint and 3"):
+        load_checkpoint(
+            config, ParallelState.single(), model=model, optimizer=None, scheduler=None,
+            fp8=build.fp8, progress=Progress(), say=lambda line: None,
+        )  # fmt: skip
+
+
+def test_ours_hold_what_megatron_core_looks_up(tmp_path):
+    config = small_config(**MODEL, save=str(tmp_path), save_interval=1)
+    model, build = build_model(config)
+    directory = save_checkpoint(
+        config, ParallelState.single(), model=model, optimizer=None, scheduler=None,
+        fp8=build.fp8, progress=Progress(iteration=3, consumed_train_samples=6),
+        say=lambda line: None,
+    )  # fmt: skip
+    theirs, ours = Reader(GOLDEN / "iter_0000005"), Reader(directory)
+    for key, entry in theirs.tensors.items():
+        assert ours.tensors[key].shape == entry.shape, key
+    assert set(theirs.blobs) <= set(ours.blobs)
+    for key in theirs.blobs:
+        assert torch.load(io.BytesIO(ours.read_blob(key)), weights_only=True) == [None]
+    common = torch.load(directory / "common.pt", weights_only=False)
+    assert (common["iteration"], common["checkpoint_version"]) == (3, 3.0)
+    assert common["args"].num_layers == 2
+    assert common["args"].consumed_train_samples == 6
+
+
+# ------------------------------------------------------------------ values of unknown types
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.mkdir, (Path(Evil.target),)
+
+
+def test_objects_of_unknown_types_become_placeholders(tmp_path):
+    Evil.target = str(tmp_path / "ran")
+    buffer = io.BytesIO()
+    args = argparse.Namespace(num_layers=2, backend=torch.nn.Linear, dtype=torch.bfloat16, x=Evil())
+    torch.save({"args": args, "iteration": 4}, buffer)
+    values = plain.load(buffer.getvalue(), "common")
+    assert values["iteration"] == 4
+    assert values["args"].num_layers == 2
+    assert saved_settings(values) == {"num_layers": 2}
+    assert not (tmp_path / "ran").exists()
+
+
+def test_plain_values_come_back():
+    values = {"a": [1, 2.5, None, "x"], "b": {"c": True}, "t": torch.arange(3)}
+    back = plain.load(plain.dump(values), "x")
+    assert torch.equal(back.pop("t"), values.pop("t"))
+    assert back == values
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", plain.dump({"a": 1})[:-30]])
+def test_damaged_values_are_an_error(data):
+    with pytest.raises(CheckpointError, match="common"):
+        plain.load(data, "common")
+
+
+def test_older_ones_keep_the_common_entry_in_a_file(tmp_path):
+    shutil.copytree(GOLDEN / "iter_0000005", tmp_path / "iter_0000005")
+    (tmp_path / "iter_0000005" / schema.COMMON_FILE).unlink()
+    with pytest.raises(CheckpointError, match="common_state"):
+        read_common(Reader(tmp_path / "iter_0000005"))
