@@ -134,6 +134,26 @@ def last_validation_loss(log: Path) -> float:
     return float(found[-1])
 
 
+def compare_with_unigrams(log: Path, entropy: float, required: bool) -> None:
+    """Show whether the model learned more than how frequent each token is.
+
+    Args:
+        log: Console log of the training.
+        entropy: Of single tokens in the corpus, in nats.
+        required: Whether a model that did not learn is a failure.
+
+    Raises:
+        SystemExit: It is, and the model did not.
+    """
+    loss = last_validation_loss(log)
+    print(f"\nvalidation loss {loss:.3f} nats per token, unigram entropy {entropy:.3f}")
+    if required and loss > entropy - REQUIRED_MARGIN:
+        sys.exit(
+            f"quickstart: validation loss: got {loss:.3f}. It must be below {entropy:.3f} - "
+            f"{REQUIRED_MARGIN}. The model did not learn; see {log}."
+        )
+
+
 def main() -> None:
     """Run the whole chain."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -185,13 +205,7 @@ def main() -> None:
         log=log,
     )
     entropy = json.loads(statistics.read_text())["unigram_entropy_nats"]
-    loss = last_validation_loss(log)
-    print(f"\nvalidation loss {loss:.3f} nats per token, unigram entropy {entropy:.3f}")
-    if not args.train_iters and loss > entropy - REQUIRED_MARGIN:
-        sys.exit(
-            f"quickstart: validation loss: got {loss:.3f}. It must be below {entropy:.3f} - "
-            f"{REQUIRED_MARGIN}. The model did not learn; see {log}."
-        )
+    compare_with_unigrams(log, entropy, required=not args.train_iters)
     steps.run(
         "draw the loss",
         [python, "tools/plot_loss.py", str(log), "--output", str(work / "loss.png")]

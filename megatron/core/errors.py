@@ -7,7 +7,7 @@ class MegatronError(Exception):
     """Base class of every error the project raises on purpose."""
 
 
-class BackendUnavailable(MegatronError):
+class BackendUnavailable(MegatronError):  # noqa: N818 - says what is the case, without "Error"
     """The requested layer backend cannot run here."""
 
 
