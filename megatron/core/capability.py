@@ -69,13 +69,19 @@ def cuda() -> Fact:
     return Fact("cuda", True, f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}")
 
 
+def has_fp8_hardware(device: torch.device) -> bool:
+    """Whether `torch._scaled_mm` multiplies FP8 in hardware on this device."""
+    return (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_COMPUTE_CAPABILITY
+    )
+
+
 def fp8_gemm() -> Fact:
     """Whether FP8 matrix products run in hardware here; otherwise they are emulated."""
     device = cuda()
     if not device.present:
         return Fact("fp8_gemm", False, f"emulated: {device.reason}")
-    capability = torch.cuda.get_device_capability()
-    if capability < FP8_COMPUTE_CAPABILITY:
+    if not has_fp8_hardware(torch.device("cuda")):
         return Fact("fp8_gemm", False, f"emulated: {device.reason}, FP8 needs 8.9")
     return Fact("fp8_gemm", True, f"torch._scaled_mm on {device.reason}")
 

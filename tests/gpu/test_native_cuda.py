@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.backends.native import NativeBackend
-from megatron.core.fp8.state import has_fp8_hardware
+from megatron.core.capability import has_fp8_hardware
 from tests.gpu import cases
 
 pytestmark = pytest.mark.gpu

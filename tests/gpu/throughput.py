@@ -25,8 +25,8 @@ import torch
 
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.registry import backends
+from megatron.core.capability import has_fp8_hardware
 from megatron.core.fp8 import gemm_nt
-from megatron.core.fp8.state import has_fp8_hardware
 from megatron.core.models.gpt.gpt_model import GPTModel
 from tests.gpu.cases import CPU, RECIPES, build_on, on, quantize
 from tests.small_models import LLAMA

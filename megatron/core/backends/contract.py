@@ -9,16 +9,14 @@ d head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import torch
 from torch import nn
+
+from megatron.core.shards import InitMethod
 
 if TYPE_CHECKING:
     from megatron.core.build import Build
-
-InitMethod = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ColumnLinear(Protocol):

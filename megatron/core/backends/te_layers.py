@@ -20,11 +20,12 @@ from torch import nn
 from megatron.core.backends import te_calls
 from megatron.core.backends.te_calls import Library
 from megatron.core.backends.te_scaling import BookBinding, fp8_region
-from megatron.core.errors import MeshError, PrecisionError, complaint
+from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
 from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from megatron.core.mesh import Axis
 from megatron.core.shards import InitMethod, init_parameter, mark_sharded
+from megatron.core.tensor_parallel.layers import equal_share
 from megatron.core.tensor_parallel.mappings import gather_from_region, scatter_to_region
 from megatron.core.tensor_parallel.random import RngStreams
 
@@ -283,7 +284,7 @@ class TeColumnParallelLinear(_TeLinear):
         partition_stride: int = 1,
     ) -> None:
         parts = (build.mesh.etp if is_expert else build.mesh.tp).size * partition_stride
-        share = check_share(build.path, "output features", out_features, parts)
+        share = equal_share(build.path, "output features", out_features, parts)
         arguments = self._arguments(
             build, bias=bias, skip_bias_add=skip_bias_add, is_expert=is_expert
         )
@@ -348,7 +349,7 @@ class TeRowParallelLinear(_TeLinear):
         input_is_parallel: bool = True,
     ) -> None:
         parts = (build.mesh.etp if is_expert else build.mesh.tp).size
-        share = check_share(build.path, "input features", in_features, parts)
+        share = equal_share(build.path, "input features", in_features, parts)
         arguments = self._arguments(
             build, bias=bias, skip_bias_add=skip_bias_add, is_expert=is_expert
         )
@@ -514,21 +515,3 @@ def layer_classes(library: Library) -> LayerClasses:
         norm=norm,
         attention=mixed(TeCoreAttention, te.DotProductAttention, "TEDotProductAttention"),
     )
-
-
-def check_share(path: str, what: str, extent: int, parts: int) -> int:
-    """`extent / parts`, or an error that names the layer.
-
-    Raises:
-        MeshError: It does not divide.
-    """
-    if extent % parts:
-        raise MeshError(
-            complaint(
-                f"{path} {what}",
-                extent,
-                f"They are split into {parts} equal parts over tensor-parallel ranks",
-                f"Choose a --tensor-model-parallel-size or a width so that {parts} divides it",
-            )
-        )
-    return extent // parts

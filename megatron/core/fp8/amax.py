@@ -26,8 +26,6 @@ from megatron.core.tensor_parallel.mappings import all_reduce
 
 FORWARD_COLUMNS = ("input", "weight", "output")
 BACKWARD_COLUMNS = ("grad_output", "grad_input")
-#: Direction of an update: the forward columns, the backward columns, or all.
-DIRECTIONS = ("forward", "backward", "both")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from megatron.core.capability import fp8_gemm
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8.amax import Snapshot
 from megatron.core.fp8.policy import Fp8Policy
@@ -112,9 +113,7 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     Args:
         return_reason: Also say how.
     """
-    hardware = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-    reason = "torch._scaled_mm" if hardware else "emulated: no device with FP8 products"
-    return (True, reason) if return_reason else True
+    return (True, fp8_gemm().reason) if return_reason else True
 
 
 class autocast:  # noqa: N801  (the name people know)

@@ -55,8 +55,6 @@ class Fp8Format:
 E4M3 = Fp8Format("e4m3", 4, 3, 7, 448.0, 0x7E, 0x7F, 0x7E, torch.float8_e4m3fn)
 E5M2 = Fp8Format("e5m2", 5, 2, 15, 57344.0, 0x7B, 0x7F, 0x7C, torch.float8_e5m2)
 
-BY_NAME = {fmt.name: fmt for fmt in (E4M3, E5M2)}
-
 
 class FormatLimits(NamedTuple):
     """Largest values of the forward and the backward format."""

@@ -126,11 +126,6 @@ class LinearPrecision:
         return self.decision.recipe is not None and self.state.enabled
 
     @property
-    def wgrad_active(self) -> bool:
-        """Whether the weight gradient of a forward started now runs in FP8."""
-        return self.active and self.decision.wgrad
-
-    @property
     def wants_fp32_norm(self) -> bool:
         """Whether a fused normalisation should hand its fp32 output to `linear`, unrounded.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.capability import has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8.amax import AmaxBook
 from megatron.core.fp8.formats import Format
@@ -126,12 +127,7 @@ class Fp8State:
     # -- building -------------------------------------------------------------------------------
 
     def for_linear(
-        self,
-        path: str,
-        layer_number: int | None = None,
-        num_layers: int | None = None,
-        in_features: int | None = None,
-        out_features: int | None = None,
+        self, path: str, layer_number: int | None = None, num_layers: int | None = None
     ) -> LinearPrecision:
         """Decide the precision of one linear layer and give it its scales.
 
@@ -140,8 +136,6 @@ class Fp8State:
             layer_number: Transformer layer, numbered from 1 over the whole model; default from
                 `layers.N` in the path.
             num_layers: Transformer layers of the whole model; default from the configuration.
-            in_features: Local input width.
-            out_features: Local output width.
         """
         decision = self.policy.decide(path, layer_number, num_layers)
         slots = None
@@ -269,8 +263,3 @@ def _dropped(saved: str, wanted: str, delayed: bool) -> str:
     if wanted == "none":
         return f"FP8 state: saved with recipe {saved}, this run is not in FP8; it is ignored."
     return f"FP8 state: saved with recipe {saved}, this run uses {wanted}; it is dropped, {after}."
-
-
-def has_fp8_hardware(device: torch.device) -> bool:
-    """Whether `torch._scaled_mm` multiplies FP8 in hardware on this device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -46,7 +46,6 @@ class _ShardedLinear(nn.Module):
         out_features: int,
         *,
         build: Build,
-        local_shape: tuple[int, int],
         skip_bias_add: bool,
         is_expert: bool,
     ) -> None:
@@ -56,9 +55,7 @@ class _ShardedLinear(nn.Module):
         self.path = build.path
         self.axis = Axis.single("etp") if is_expert else build.mesh.tp
         self.sequence_parallel = build.config.sequence_parallel and self.axis.size > 1
-        self.precision = build.fp8.for_linear(
-            build.path, out_features=local_shape[0], in_features=local_shape[1]
-        )
+        self.precision = build.fp8.for_linear(build.path)
 
     @property
     def fp8_meta(self) -> Any:
@@ -118,13 +115,12 @@ class ColumnParallelLinear(_ShardedLinear):
     ) -> None:
         shard_axis = build.mesh.etp if is_expert else build.mesh.tp
         sections = shard_axis.size * partition_stride
-        local_out = _share(build.path, "output features", out_features, sections)
+        local_out = equal_share(build.path, "output features", out_features, sections)
         local_out *= partition_stride
         super().__init__(
             in_features,
             out_features,
             build=build,
-            local_shape=(local_out, in_features),
             skip_bias_add=skip_bias_add,
             is_expert=is_expert,
         )
@@ -261,12 +257,11 @@ class RowParallelLinear(_ShardedLinear):
         input_is_parallel: bool = True,
     ) -> None:
         shard_axis = build.mesh.etp if is_expert else build.mesh.tp
-        local_in = _share(build.path, "input features", in_features, shard_axis.size)
+        local_in = equal_share(build.path, "input features", in_features, shard_axis.size)
         super().__init__(
             in_features,
             out_features,
             build=build,
-            local_shape=(out_features, local_in),
             skip_bias_add=skip_bias_add,
             is_expert=is_expert,
         )
@@ -333,7 +328,7 @@ class VocabParallelEmbedding(nn.Module):
         self.axis = build.mesh.tp
         self.sequence_first = reduce_scatter_embeddings
         self.sequence_parallel = build.config.sequence_parallel and self.axis.size > 1
-        local_v = _share(build.path, "vocabulary", num_embeddings, self.axis.size)
+        local_v = equal_share(build.path, "vocabulary", num_embeddings, self.axis.size)
         self.first_row = self.axis.rank * local_v
         self.weight = nn.Parameter(
             torch.empty((local_v, embedding_dim), dtype=build.params_dtype, device=build.device)
@@ -425,8 +420,12 @@ def _check_tokens(tokens: torch.Tensor, count: int) -> None:
         )
 
 
-def _share(path: str, what: str, extent: int, parts: int) -> int:
-    """`extent / parts`, or an error that names the layer."""
+def equal_share(path: str, what: str, extent: int, parts: int) -> int:
+    """`extent / parts`.
+
+    Raises:
+        MeshError: It is not whole; names the layer.
+    """
     if extent % parts:
         raise MeshError(
             complaint(
