@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 from megatron.core.dist_checkpointing import schema  # noqa: E402
 from megatron.core.dist_checkpointing.storage import Reader  # noqa: E402
 from megatron.training import hf_map, hf_verify  # noqa: E402
+from tests.e2e.launch import launch  # noqa: E402
 from tools.checkpoint import convert  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -296,3 +297,47 @@ def test_as_a_command(tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "done: out/release (fp32)" in result.stdout
+
+
+# ------------------------------------------------------------------ together with training
+
+SIZES = ["--num-layers", "2", "--hidden-size", "48", "--num-attention-heads", "6"]
+TRAIN = [
+    "--mock-data", "--vocab-size", str(VOCAB), "--seq-length", "32", "--micro-batch-size", "2",
+    "--global-batch-size", "4", "--train-iters", "2", "--lr", "1e-2", "--device", "cpu",
+    "--log-interval", "1", "--hidden-dropout", "0", "--attention-dropout", "0",
+]  # fmt: skip
+LIKE_LLAMA = [
+    "--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope",
+    "--disable-bias-linear", "--group-query-attention", "--num-query-groups", "2",
+    "--untie-embeddings-and-output-weights",
+]  # fmt: skip
+TP2 = ["--tensor-model-parallel-size", "2"]
+
+
+@pytest.mark.parametrize(
+    "flags", [LIKE_LLAMA, [*LIKE_LLAMA, "--apply-layernorm-1p"], []], ids=["llama", "1p", "gpt2"]
+)
+def test_a_model_trained_on_two_ranks_is_exported(tmp_path, capsys, flags):
+    save = ["--save", f"{tmp_path}/ckpt", "--save-interval", "2"]
+    done = launch(2, [*TRAIN, *SIZES, *flags, *TP2, *save])
+    assert done.codes == [0, 0], done.out
+    assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "hf") == 0
+    assert "verified" in capsys.readouterr().out
+    rows = {n: t.shape[0] for n, t in state_of(tmp_path / "hf").items() if t.dim() == 2}
+    names = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight")
+    assert [rows[n] for n in names if n in rows] == [VOCAB] * (1 if not flags else 2)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == VOCAB
+
+
+def test_an_imported_model_trains_the_same_at_every_layout(tmp_path):
+    make_model("llama-tied", tmp_path / "hf")
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt", "--no-verify") == 0
+    flags = [*TRAIN, "--load", str(tmp_path / "ckpt"), "--use-checkpoint-args"]
+    one, two = launch(1, flags), launch(2, [*flags, *TP2])
+    assert one.codes == [0], one.out
+    assert two.codes == [0, 0], two.out
+    assert one.lines("iteration        1/")
+    assert one.losses()[0] > 6  # these random weights are surer of themselves than fresh ones
+    for a, b in zip(one.losses(), two.losses(), strict=True):
+        assert abs(a - b) < 2e-5
