@@ -27,6 +27,7 @@ from megatron.config import ConfigError
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.observe.lines import perplexity
 from megatron.training.restore import add_flags, restore_from
 
 
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace) -> dict[str, float | int | str]:
         "load": args.load,
         "iteration": restored.iteration,
         "lm loss": loss,
-        "ppl": math.exp(min(20.0, loss)),
+        "ppl": perplexity(loss),
         "tokens": count,
         "seq_length": length,
     }

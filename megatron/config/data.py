@@ -15,6 +15,8 @@ TOKENIZER_TYPES = (
     "ByteLevelTokenizer",
     "NullTokenizer",
 )
+# Everything that decides which tokenizer a run has.
+TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,7 +151,5 @@ def specs_of(section: str, cls: type) -> list[Spec]:
         kind = members[0]
         if typing.get_origin(kind) is tuple:
             kind = typing.get_args(kind)[0]
-        elif setting.nargs == "*":
-            kind = members[0]
         specs.append(Spec(item.name, section, kind, optional, item.default, setting))
     return specs

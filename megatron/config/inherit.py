@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.config.data import TOKENIZER_FIELDS
 from megatron.config.draft import DEFAULT_MODEL
 from megatron.config.schema import SPECS
 from megatron.config.values import coerce
@@ -12,7 +13,6 @@ from megatron.config.values import coerce
 # Returns the flat configuration that a checkpoint (folder, step) was saved with, or None.
 SavedConfig = Callable[[str, "int | None"], "Mapping[str, Any] | None"]
 
-_TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
 # What describes the training itself. Precision in FP8, the layout, files and logs belong to one
 # run of it: leaving the FP8 flags out goes on without FP8.
 _CONTINUED = {"model", "training", "data"}
@@ -52,8 +52,8 @@ def _contradicted(fields: Mapping[str, Any], saved: Mapping[str, Any]) -> set[st
         drop.add("bf16")
     if fields.get("bf16"):
         drop |= {"fp16", *_LOSS_SCALE}
-    if any(fields.get(name) is not None for name in _TOKENIZER_FIELDS):
-        drop |= set(_TOKENIZER_FIELDS)
+    if any(fields.get(name) is not None for name in TOKENIZER_FIELDS):
+        drop |= set(TOKENIZER_FIELDS)
     return drop
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from megatron.config.draft import Draft
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
+from megatron.config.values import split_weights
 
 _MODEL_TOKENIZERS = (
     "SentencePieceTokenizer",
@@ -15,7 +15,6 @@ _MODEL_TOKENIZERS = (
     "Llama2Tokenizer",
     "HuggingFaceTokenizer",
 )
-_SPLIT_NUMBER = re.compile(r"[.0-9]+")
 
 
 @rule
@@ -37,25 +36,13 @@ def one_data_source(c: Draft) -> Iterator[Problem]:
         )
 
 
-def split_shares(text: str) -> tuple[float, ...] | None:
-    """Return the shares in a ``--split`` text, or None when they cannot be read."""
-    try:
-        shares = tuple(float(part) for part in _SPLIT_NUMBER.findall(text))
-    except ValueError:
-        return None
-    return shares if 1 <= len(shares) <= 3 and sum(shares) > 0 else None
-
-
 @rule
 def split_is_readable(c: Draft) -> Iterator[Problem]:
     """--split holds one to three numbers, not all zero."""
-    if split_shares(c.split) is None or "-" in c.split:
-        yield Problem(
-            ("--split",),
-            c.split,
-            "It holds the shares of training, validation and test documents",
-            "Write them like 969,30,1",
-        )
+    try:
+        split_weights(c.split)
+    except ValueError as error:
+        yield Problem(("--split",), c.split, str(error), "Write it like 969,30,1")
 
 
 @rule

@@ -86,7 +86,7 @@ def numbers_are_in_range(c: Draft) -> Iterator[Problem]:
     for name in _AT_LEAST_ONE:
         value = c.values[name]
         # What was derived from a wrong value is not a second mistake.
-        if value is not None and value < 1 and (name in c.given or name == "world_size"):
+        if value is not None and value < 1 and name in c.given:
             yield _range_problem(name, value, "at least 1")
     for name in _AT_LEAST_ZERO:
         value = c.values[name]

@@ -6,12 +6,15 @@ import difflib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from megatron.config.field import Spec
 from megatron.config.problems import Problem
 
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)"
+_SPLIT = re.compile(rf"[\s'\"\[\]()]*{_NUMBER}([\s,/:;]+{_NUMBER})*[\s'\"\[\]()]*")
 _KIND_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -89,6 +92,28 @@ def coerce_problem(spec: Spec, value: Any, why: str, origin: str = "") -> Proble
     if not spec.setting.choices:
         fix = "Give such a value or leave it out"
     return Problem((spec.flag,), f"{value!r}{origin}", why, fix)
+
+
+def split_weights(text: str) -> list[float]:
+    """Read ``--split``: the weights of training, validation and test documents.
+
+    Args:
+        text: One to three non-negative numbers.
+
+    Returns:
+        As many weights as were given; their sum is positive.
+
+    Raises:
+        ValueError: The text is not such a list, or all numbers are 0. The message says which.
+    """
+    if not _SPLIT.fullmatch(text):
+        raise ValueError("It is not a list of non-negative numbers")
+    weights = [float(word) for word in re.findall(_NUMBER, text)]
+    if len(weights) > 3:
+        raise ValueError("There are three splits: train, valid and test")
+    if not sum(weights):
+        raise ValueError("All shares are 0")
+    return weights
 
 
 def yaml_value(value: Any) -> str:

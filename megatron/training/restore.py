@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import RunConfig, make_config
+from megatron.config.data import TOKENIZER_FIELDS
 from megatron.config.schema import SPECS
 from megatron.core.datasets.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron.core.errors import CheckpointError, complaint
@@ -21,7 +22,6 @@ from megatron.training.providers import build_gpt, saved_config
 
 # What a model is and what it reads; how it was trained does not matter here.
 _SECTIONS = ("model", "fp8")
-_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
 # The layer backend is a matter of this machine, the padding one of this layout.
 _LEFT_OUT = ("transformer_impl", "padded_vocab_size")
 
@@ -107,7 +107,7 @@ def _config(
         for name, value in saved.items()
         if value is not None
         and not SPECS[name].setting.derived
-        and (SPECS[name].section in _SECTIONS or name in _TOKENIZER)
+        and (SPECS[name].section in _SECTIONS or name in TOKENIZER_FIELDS)
         and name not in _LEFT_OUT
     }
     if not kept.get("group_query_attention"):
@@ -145,6 +145,6 @@ def restore_from(args: argparse.Namespace) -> Restored:
         args.load,
         step=args.ckpt_step,
         device=args.device,
-        settings={name: getattr(args, name) for name in _TOKENIZER if hasattr(args, name)},
+        settings={name: getattr(args, name) for name in TOKENIZER_FIELDS if hasattr(args, name)},
         say=lambda line: print(line, file=sys.stderr),  # noqa: T201 - tools only
     )

@@ -172,6 +172,8 @@ REFUSED = [
     ({"split": "all"}, "--split", ["969,30,1"]),
     ({"split": "0,0,0"}, "--split", ["got 0,0,0"]),
     ({"split": "1,2,3,4"}, "--split", ["got 1,2,3,4"]),
+    ({"split": "1e3,1"}, "--split", ["not a list of non-negative numbers"]),
+    ({"split": "-1,2"}, "--split", ["got -1,2"]),
     ({"split": "9.9.9,1"}, "--split", ["969,30,1"]),
     ({"tokenizer_model": "llama"}, "--tokenizer-type", ["--tokenizer-model llama"]),
     ({"tokenizer_type": "Llama2Tokenizer"}, "--tokenizer-model", ["Add --tokenizer-model"]),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.values import split_weights
 from megatron.core.errors import DataError, complaint
 
 SPLIT_NAMES = ("train", "valid", "test")
-
-_NUMBER = re.compile(r"[.0-9]+")
-_WHOLE = re.compile(r"[\s'\"\[\]()]*[.0-9]+([\s,/:;]+[.0-9]+)*[\s'\"\[\]()]*")
 
 Range = tuple[float, float]
 
@@ -30,21 +26,12 @@ def parse_split(text: str) -> tuple[Range | None, ...]:
     Raises:
         DataError: The text is not such a list, or all numbers are 0.
     """
-    why = None
-    weights: list[float] = []
-    if not _WHOLE.fullmatch(text):
-        why = "It is not a list of non-negative numbers"
-    else:
-        try:
-            weights = [float(word) for word in _NUMBER.findall(text)]
-        except ValueError as error:
-            why = str(error)
-    if why is None and len(weights) > len(SPLIT_NAMES):
-        why = "There are three splits: train, valid and test"
-    if why is None and not sum(weights):
-        why = "All shares are 0"
-    if why is not None:
-        raise DataError(complaint("--split", repr(text), why, "Write it like 969,30,1"))
+    try:
+        weights = split_weights(text)
+    except ValueError as error:
+        raise DataError(
+            complaint("--split", repr(text), str(error), "Write it like 969,30,1")
+        ) from None
     padded = np.array(weights + [0.0] * (len(SPLIT_NAMES) - len(weights)), dtype=np.float64)
     shares = (padded / padded.sum()).tolist()
     edges = [0.0]
