@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config, notices = parse(tokens, launch.world_size, saved_config)
         config = with_checkpoint_args(config)
         runtime = start(config, launch)
-        report.where = runtime.mesh.label
+        report.where, report.processes = runtime.mesh.label, runtime.processes
         parallel_state.install(runtime.mesh)
         trainer = Trainer(runtime, notices)
         report.where = trainer.where

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
 from megatron.config import ConfigError
-from megatron.core.errors import MegatronError
-from megatron.training.initialize import Launch
+from megatron.core.errors import MegatronError, complaint
+from megatron.training.initialize import Launch, Process
 
 FAILED = 1
 BAD_CONFIG = 2
 _MEET_S = 10
+_LOOK_S = 1.0
 
 
 class Report:
@@ -30,12 +36,14 @@ class Report:
         launch: As above; may be set once it is known.
         exit_code: 0, `FAILED`, or `BAD_CONFIG` for a configuration that cannot work.
         where: Says which rank this is and what it is doing; set it to more as more is known.
+        processes: The processes of all ranks, once they are known.
     """
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.exit_code = 0
         self.where: Callable[[], str] = lambda: f"rank {self.launch.rank}"
+        self.processes: tuple[Process, ...] = ()
 
     def __enter__(self) -> Report:
         """Start to listen."""
@@ -58,15 +66,78 @@ class Report:
         elif isinstance(error, MegatronError):
             _write(f"[{self.where()}] {error}")
         elif _lost_contact(error):
-            _write(
-                f"[{self.where()}] Another rank failed or does not answer; its own message says "
-                f"why. ({' '.join(str(error).split())[:300]})"
-            )
+            _write(f"[{self.where()}] {self._lost(error)}")
+        elif _out_of_memory(error):
+            _write(f"[{self.where()}] {_too_large(error)}")
         else:
             # The last line is enough to know who, where and what.
             shown = "".join(traceback.format_exception(kind, error, trace))
             _write(f"{shown}[{self.where()}] {type(error).__name__}: {error}")
         return True
+
+    def _lost(self, error: Exception) -> str:
+        """Say which rank is gone."""
+        # The launcher ends the other ranks as well; this one has something to say first.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        gone = self._ended()
+        cause = _first_sentence(error)
+        if not gone:
+            return complaint(
+                "ranks",
+                "no answer from another rank",
+                f"It failed, hangs, or cannot be reached: {cause}",
+                "Look for its own message",
+            )
+        names = " and ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
+        return complaint(
+            names,
+            "no answer",
+            f"The process has ended: {cause}",
+            "Its own message says why; there is none if it was killed, for lack of memory for "
+            "example. Resume from the last checkpoint",
+        )
+
+    def _ended(self) -> list[tuple[int, int]]:
+        """Return rank and process id of those ranks on this machine that have ended."""
+        if not self.processes:
+            return []
+        machine = self.processes[self.launch.rank].machine
+        deadline = time.monotonic() + _LOOK_S
+        while True:
+            gone = [
+                (rank, process.pid)
+                for rank, process in enumerate(self.processes)
+                if rank != self.launch.rank and process.machine == machine and process.has_ended()
+            ]
+            # Connections break a moment before the process is gone.
+            if gone or time.monotonic() > deadline:
+                return gone
+            time.sleep(0.05)
+
+
+def _first_sentence(error: Exception) -> str:
+    """Return what a transport has to say, without its source line and its advice."""
+    text = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split()))
+    return text.partition(". This is ")[0][:300]
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Return whether there was no room for a tensor or an object."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def _too_large(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "there is none left"
+    return complaint(
+        "memory",
+        "a request that cannot be met",
+        text.partition("DefaultCPUAllocator: ")[2] or text,
+        "Lower --micro-batch-size or --seq-length, recompute activations (--recompute-granularity)"
+        ", raise --tensor-model-parallel-size, or choose a smaller model",
+    )
 
 
 def _write(text: str) -> None:

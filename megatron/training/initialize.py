@@ -8,10 +8,12 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,6 +37,36 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Process:
+    """Where a rank runs.
+
+    Attributes:
+        machine: Processes with the same text can see each other.
+        pid: Process id.
+    """
+
+    machine: str
+    pid: int
+
+    @classmethod
+    def own(cls) -> Process:
+        """This process."""
+        # In containers of one machine the same process id means different processes.
+        space = Path("/proc/self/ns/pid")
+        return cls(
+            f"{socket.gethostname()} {space.readlink() if space.exists() else ''}", os.getpid()
+        )
+
+    def has_ended(self) -> bool:
+        """Whether this process, which must be of this machine, is no more."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return Path("/proc/self").exists()  # without it nothing is known
+        return state in "ZX"
+
+
+@dataclass(frozen=True)
 class Runtime:
     """What a process has after `start`.
 
@@ -46,6 +78,7 @@ class Runtime:
         device: Where the model lives.
         launch: Rank and world size.
         started: `time.monotonic()` at the start.
+        processes: The processes of all ranks; empty when there is only one.
     """
 
     config: RunConfig
@@ -55,6 +88,7 @@ class Runtime:
     device: torch.device
     launch: Launch
     started: float
+    processes: tuple[Process, ...] = ()
 
     def close(self) -> None:
         """Leave the process groups."""
@@ -194,6 +228,15 @@ def _join(cfg: RunConfig, launch: Launch, device: torch.device) -> None:
         ) from error
 
 
+def _introduce(launch: Launch) -> tuple[Process, ...]:
+    """Exchange the ranks' processes, so that one that vanishes can be named."""
+    if launch.world_size == 1:
+        return ()
+    everyone: list[Process] = [Process.own()] * launch.world_size
+    dist.all_gather_object(everyone, Process.own())
+    return tuple(everyone)
+
+
 def _seed(cfg: RunConfig, device: torch.device) -> None:
     """Seed the global generators; weights and dropout have streams of their own."""
     random.seed(cfg.seed)
@@ -242,4 +285,5 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
     # A terminal shows lines as they come; a pipe to a log file must not hold them back either.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)
-    return Runtime(cfg, mesh, backend, reason, device, launch, started)
+    processes = _introduce(launch)
+    return Runtime(cfg, mesh, backend, reason, device, launch, started, processes)
