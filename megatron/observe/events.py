@@ -145,14 +145,12 @@ class EvalEnd:
         iteration: Training iteration after which it ran.
         losses: Name to token-weighted mean over the evaluation.
         consumed_samples: Training sequences read when it ran.
-        seconds: Wall time of the evaluation.
     """
 
     prefix: str
     iteration: int
     losses: Mapping[str, float]
     consumed_samples: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,6 @@ class CheckpointSaved:
 
     iteration: int
     path: str
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -190,31 +187,16 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class Fp8Stats:
-    """Figures of one FP8 tensor slot: amax, scale and how much of the tensor is clipped or zero."""
-
-    iteration: int
-    path: str
-    role: str
-    amax: float
-    scale_inv: float
-    saturated: float = 0.0
-    flushed: float = 0.0
-
-
-@dataclass(frozen=True)
 class Incident:
     """Something went wrong that does not stop the run.
 
     Attributes:
         what: One sentence.
         where: Which part says so, e.g. ``sink tensorboard``.
-        iteration: Iteration, where known.
     """
 
     what: str
     where: str = ""
-    iteration: int | None = None
 
 
 @dataclass(frozen=True)
@@ -241,7 +223,6 @@ Event = (
     | EvalEnd
     | CheckpointSaved
     | MemoryUse
-    | Fp8Stats
     | Incident
     | RunEnd
 )

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from megatron.config import RunConfig
 from megatron.observe.bus import Sink
 from megatron.observe.events import (
+    CheckpointSaved,
     EvalEnd,
     Event,
     Incident,
@@ -143,7 +144,7 @@ class DlloggerSink:
         elif isinstance(event, EvalEnd):
             figures = {f"validation {n}": v for n, v in event.losses.items()}
             self._write(event.iteration, {"at": event.prefix, **figures})
-        elif isinstance(event, PrecisionTable | RunEnd | Incident):
+        elif isinstance(event, PrecisionTable | CheckpointSaved | RunEnd | Incident):
             self._write([], {type(event).__name__: asdict(event)})
 
     def _write(self, step: object, data: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from megatron.config import make_config
 from megatron.core.mesh import Axis
 from megatron.observe.bus import Bus
 from megatron.observe.events import (
+    CheckpointSaved,
     EvalEnd,
     Incident,
     IntervalEnd,
@@ -142,15 +143,18 @@ def test_dllogger_lines_can_be_read_back(tmp_path):
     own.emit(RunStart({"lr": 1}, 1, "cpu", "native", "", 7, 1.0))
     own.emit(step(1, 2.5, grad_norm=0.5))
     own.emit(EvalEnd("iteration 1", 1, {"lm loss": 3.0}))
+    own.emit(CheckpointSaved(1, "ckpt/iter_0000001"))
     own.close()
     lines = path.read_text().splitlines()
     assert all(line.startswith("DLLL ") for line in lines)
     records = [json.loads(line[5:]) for line in lines]
-    assert [r["step"] for r in records] == ["PARAMETER", 1, 1]
+    assert [r["step"] for r in records] == ["PARAMETER", 1, 1, []]
     assert records[0]["data"]["config"] == {"lr": 1}
     assert records[1]["data"]["lm loss"] == 2.5
     assert records[1]["data"]["grad_norm"] == 0.5
     assert records[2]["data"]["validation lm loss"] == 3.0
+    saved = {"iteration": 1, "path": "ckpt/iter_0000001"}
+    assert records[3]["data"] == {"CheckpointSaved": saved}
 
 
 def test_progress_bar_fills():
