@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.errors import CheckpointError, complaint
+from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 
 Fields = dict[str, Any]
 
@@ -62,6 +62,12 @@ class Refusals:
             )
 
 
+def unusable(problem: str) -> UnusableCheckpointError:
+    """The error for a damaged HuggingFace directory; `problem` names the file."""
+    fix = "Download the directory again, or name another one"
+    return UnusableCheckpointError(problem, "--load-dir", fix)
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """Read ``config.json``.
 
@@ -81,9 +87,9 @@ def read_config(directory: Path) -> dict[str, Any]:
             )
         ) from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: it is not JSON ({error}).") from error
+        raise unusable(f"{path} is not JSON ({error})") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: it holds no dictionary.")
+        raise unusable(f"{path} holds no dictionary")
     return values
 
 

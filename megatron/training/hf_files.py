@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import CheckpointError, complaint
+from megatron.training.hf_config import unusable
 
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -61,7 +62,7 @@ class HfWeights:
         """
         file = self._file_of.get(name)
         if file is None:
-            raise CheckpointError(f"{self.directory}: there is no tensor {name!r}.")
+            raise unusable(f"{self.directory} has no tensor {name!r}")
         path = self.directory / file
         try:
             if file.endswith(".safetensors"):
@@ -72,7 +73,7 @@ class HfWeights:
                 self._cached = (file, _load_bin(path))
             return self._cached[1][name]
         except (OSError, safetensors.SafetensorError, KeyError) as error:
-            raise CheckpointError(f"{path}: cannot read {name} ({error}).") from error
+            raise unusable(f"{path}: {name} cannot be read ({error})") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, from the header where there is one."""
@@ -91,14 +92,14 @@ def _locate(directory: Path) -> dict[str, str]:
             files: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             missing = sorted({f for f in files.values() if not (directory / f).is_file()})
             if missing:
-                raise CheckpointError(f"{path}: it names files that are missing: {missing}.")
+                raise unusable(f"{path} names files that are missing: {missing}")
             return files
     if (directory / SAFE).is_file():
         try:
             with safetensors.safe_open(directory / SAFE, framework="pt") as opened:
                 return dict.fromkeys(opened.keys(), SAFE)
         except safetensors.SafetensorError as error:
-            raise CheckpointError(f"{directory / SAFE}: it is damaged ({error}).") from error
+            raise unusable(f"{directory / SAFE} is damaged ({error})") from error
     if (directory / BIN).is_file():
         return dict.fromkeys(_load_bin(directory / BIN), BIN)
     raise CheckpointError(
@@ -115,11 +116,9 @@ def _load_bin(path: Path) -> Mapping[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(
-            f"{path}: it is damaged or no plain weight file ({error})."
-        ) from error
+        raise unusable(f"{path} is damaged or no plain weight file ({error})") from error
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"{path}: it holds no dictionary of tensors.")
+        raise unusable(f"{path} holds no dictionary of tensors")
     return loaded
 
 

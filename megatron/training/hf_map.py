@@ -111,6 +111,10 @@ def split_qkv(fused: Tensor, groups: int, width: int) -> Sequence[Tensor]:
     return [part.reshape(-1, *fused.shape[1:]) for part in parts]
 
 
+def _plain(key: str, name: str, shape: tuple[int, ...]) -> Row:
+    return Row(key, (name,), (shape,), _same, _alone)
+
+
 def rows_for(fields: Mapping[str, Any], model_type: str) -> list[Row]:
     """Return the table of a model.
 
@@ -133,39 +137,36 @@ def _llama(fields: Mapping[str, Any]) -> list[Row]:
     projections = tuple(f"{at}{x}_proj" for x in "qkv")
     gated = (f"{mlp}gate_proj", f"{mlp}up_proj")
 
-    def plain(key: str, name: str, shape: tuple[int, ...]) -> Row:
-        return Row(key, (name,), (shape,), _same, _alone)
-
     def several(key: str, names: tuple[str, ...], end: str, shapes: Any, how: Any) -> Row:
         return Row(key + end, tuple(n + end for n in names), shapes, *how)
 
     rows = [
-        plain(WORD_EMBEDDINGS, "model.embed_tokens.weight", (v, h)),
-        plain(f"{_QKV}.layer_norm_weight", "model.layers.{i}.input_layernorm.weight", (h,)),
+        _plain(WORD_EMBEDDINGS, "model.embed_tokens.weight", (v, h)),
+        _plain(f"{_QKV}.layer_norm_weight", "model.layers.{i}.input_layernorm.weight", (h,)),
         several(_QKV, projections, ".weight", tuple((n, h) for n in qkv_rows), qkv),
-        plain(f"{_PROJ}.weight", f"{at}o_proj.weight", (h, heads * d)),
-        plain(
+        _plain(f"{_PROJ}.weight", f"{at}o_proj.weight", (h, heads * d)),
+        _plain(
             f"{_FC1}.layer_norm_weight", "model.layers.{i}.post_attention_layernorm.weight", (h,)
         ),
         several(_FC1, gated, ".weight", ((f, h), (f, h)), (_stack, _halves)),
-        plain(f"{_FC2}.weight", f"{mlp}down_proj.weight", (h, f)),
-        plain("decoder.final_layernorm.weight", "model.norm.weight", (h,)),
+        _plain(f"{_FC2}.weight", f"{mlp}down_proj.weight", (h, f)),
+        _plain("decoder.final_layernorm.weight", "model.norm.weight", (h,)),
     ]
     if fields.get("add_bias_linear") or fields.get("add_qkv_bias"):
         rows.append(several(_QKV, projections, ".bias", tuple((n,) for n in qkv_rows), qkv))
     if fields.get("add_bias_linear"):
         rows += [
-            plain(f"{_PROJ}.bias", f"{at}o_proj.bias", (h,)),
+            _plain(f"{_PROJ}.bias", f"{at}o_proj.bias", (h,)),
             several(_FC1, gated, ".bias", ((f,), (f,)), (_stack, _halves)),
-            plain(f"{_FC2}.bias", f"{mlp}down_proj.bias", (h,)),
+            _plain(f"{_FC2}.bias", f"{mlp}down_proj.bias", (h,)),
         ]
     if fields.get("qk_layernorm"):
         rows += [
-            plain(f"{_ATTENTION}.q_layernorm.weight", f"{at}q_norm.weight", (d,)),
-            plain(f"{_ATTENTION}.k_layernorm.weight", f"{at}k_norm.weight", (d,)),
+            _plain(f"{_ATTENTION}.q_layernorm.weight", f"{at}q_norm.weight", (d,)),
+            _plain(f"{_ATTENTION}.k_layernorm.weight", f"{at}k_norm.weight", (d,)),
         ]
     if fields.get("untie_embeddings_and_output_weights"):
-        rows.append(plain(OUTPUT, "lm_head.weight", (v, h)))
+        rows.append(_plain(OUTPUT, "lm_head.weight", (v, h)))
     return rows
 
 
@@ -183,30 +184,27 @@ def _gpt2(fields: Mapping[str, Any]) -> list[Row]:
         rows = torch.cat(list(split_qkv(t, heads, d)), dim=0)
         return [rows.t() if rows.dim() == 2 else rows]
 
-    def plain(key: str, name: str, shape: tuple[int, ...]) -> Row:
-        return Row(key, (name,), (shape,), _same, _alone)
-
     def conv(key: str, name: str, rows: int, columns: int) -> Row:
         return Row(key, (name,), ((rows, columns),), _transpose_in, _transpose_out)
 
     table = [
-        plain(WORD_EMBEDDINGS, "transformer.wte.weight", (v, h)),
-        plain("embedding.position_embeddings.weight", "transformer.wpe.weight", (positions, h)),
+        _plain(WORD_EMBEDDINGS, "transformer.wte.weight", (v, h)),
+        _plain("embedding.position_embeddings.weight", "transformer.wpe.weight", (positions, h)),
         Row(f"{_QKV}.weight", (f"{layer}attn.c_attn.weight",), ((h, 3 * h),), fuse, unfuse),
         Row(f"{_QKV}.bias", (f"{layer}attn.c_attn.bias",), ((3 * h,),), fuse, unfuse),
         conv(f"{_PROJ}.weight", f"{layer}attn.c_proj.weight", h, h),
-        plain(f"{_PROJ}.bias", f"{layer}attn.c_proj.bias", (h,)),
+        _plain(f"{_PROJ}.bias", f"{layer}attn.c_proj.bias", (h,)),
         conv(f"{_FC1}.weight", f"{layer}mlp.c_fc.weight", h, f),
-        plain(f"{_FC1}.bias", f"{layer}mlp.c_fc.bias", (f,)),
+        _plain(f"{_FC1}.bias", f"{layer}mlp.c_fc.bias", (f,)),
         conv(f"{_FC2}.weight", f"{layer}mlp.c_proj.weight", f, h),
-        plain(f"{_FC2}.bias", f"{layer}mlp.c_proj.bias", (h,)),
+        _plain(f"{_FC2}.bias", f"{layer}mlp.c_proj.bias", (h,)),
     ]
     for part in ("weight", "bias"):
         table += [
-            plain(f"{_QKV}.layer_norm_{part}", f"{layer}ln_1.{part}", (h,)),
-            plain(f"{_FC1}.layer_norm_{part}", f"{layer}ln_2.{part}", (h,)),
-            plain(f"decoder.final_layernorm.{part}", f"transformer.ln_f.{part}", (h,)),
+            _plain(f"{_QKV}.layer_norm_{part}", f"{layer}ln_1.{part}", (h,)),
+            _plain(f"{_FC1}.layer_norm_{part}", f"{layer}ln_2.{part}", (h,)),
+            _plain(f"decoder.final_layernorm.{part}", f"transformer.ln_f.{part}", (h,)),
         ]
     if fields.get("untie_embeddings_and_output_weights"):
-        table.append(plain(OUTPUT, "lm_head.weight", (v, h)))
+        table.append(_plain(OUTPUT, "lm_head.weight", (v, h)))
     return table

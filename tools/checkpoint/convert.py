@@ -33,6 +33,7 @@ _ALIASES = {
     "llama_mistral": "huggingface",
 }
 _FORMATS = ("megatron", "huggingface")
+_LAYOUT = ("tensor", "pipeline", "expert")
 
 
 def _format(name: str) -> str:
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--true-vocab-size", type=int, help="vocabulary without padding, if unknown to the source"
     )
-    for name in ("tensor", "pipeline", "expert"):
+    for name in _LAYOUT:
         p.add_argument(
             f"--target-{name}-parallel-size", type=int, default=None,
             help="accepted and not needed: checkpoints do not depend on the layout",
@@ -104,7 +105,7 @@ def _should_verify(asked: bool | None, request: hf_convert.Request, numel: int) 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert, verify, report."""
     args = parser().parse_args(argv)
-    if any((args.target_tensor_parallel_size, args.target_pipeline_parallel_size)):
+    if any(getattr(args, f"target_{name}_parallel_size") for name in _LAYOUT):
         print("NOTE: checkpoints do not depend on the layout; the target sizes are not needed")
     request = hf_convert.Request(
         args.loader, args.saver, args.load_dir, args.save_dir, args.target_dtype,

@@ -23,7 +23,23 @@ USUAL_NAMES = {
 }
 
 
-class HuggingFaceTokenizer(Tokenizer):
+class _PackageTokenizer(Tokenizer):
+    """What a tokenizer of the package does once it is loaded."""
+
+    _model: Any
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        ids: list[int] = self._model.encode(text).ids
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of some ids, special tokens spelled out."""
+        text: str = self._model.decode([int(number) for number in ids], skip_special_tokens=False)
+        return text
+
+
+class HuggingFaceTokenizer(_PackageTokenizer):
     """A ``tokenizer.json``, with special tokens as its ``tokenizer_config.json`` names them.
 
     Texts get what the file's own post-processor adds, e.g. a begin-of-text token.
@@ -72,18 +88,8 @@ class HuggingFaceTokenizer(Tokenizer):
         found = (self._model.token_to_id(candidate) for candidate in candidates)
         return next((number for number in found if number is not None), None)
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text."""
-        ids: list[int] = self._model.encode(text).ids
-        return ids
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of some ids, special tokens spelled out."""
-        text: str = self._model.decode([int(number) for number in ids], skip_special_tokens=False)
-        return text
-
-
-class GPT2BPETokenizer(Tokenizer):
+class GPT2BPETokenizer(_PackageTokenizer):
     """GPT-2's byte-level BPE out of ``vocab.json`` and ``merges.txt``.
 
     A text that spells out ``<|endoftext|>`` gets ordinary tokens for it, so that no document can
@@ -123,16 +129,6 @@ class GPT2BPETokenizer(Tokenizer):
         self.files = (Path(vocab_file), Path(merge_file))
         self.vocab_size = max(self._model.get_vocab().values()) + 1
         self.eod = self._model.token_to_id(GPT2_EOD)
-
-    def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text."""
-        ids: list[int] = self._model.encode(text).ids
-        return ids
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of some ids."""
-        text: str = self._model.decode([int(number) for number in ids], skip_special_tokens=False)
-        return text
 
 
 def _package(model: str) -> Any:
