@@ -26,13 +26,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config import RunConfig, make_config
-from megatron.core.backends.registry import resolve
+from megatron.core.backends.native import NativeBackend
 from megatron.core.build import Build
 from megatron.core.capability import cpu_bf16_gemm, gemm_dtype
-from megatron.core.fp8 import Fp8State, kernels
+from megatron.core.fp8 import kernels
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.flops import flops_per_iteration
 
 CPU = torch.device("cpu")
@@ -106,10 +105,8 @@ def native(
     args: argparse.Namespace, tokens: torch.Tensor, **settings: object
 ) -> Callable[[], float]:
     config = llama_config(args, **settings)
-    fp8 = Fp8State.from_config(config, CPU)
-    mesh = ParallelState.single()
-    backend, _ = resolve("native", CPU)
-    model = GPTModel(Build(config, mesh, backend, fp8, RngStreams(1, mesh, CPU), CPU))
+    build = Build.root(config, ParallelState.single(), NativeBackend(), CPU)
+    model = GPTModel(build)
     optimizer = optimizer_for(model)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     positions = torch.arange(args.seq).expand_as(inputs)
@@ -117,7 +114,7 @@ def native(
     def step() -> float:
         loss = model(inputs, positions, labels).mean()
         loss.backward()
-        fp8.sync()
+        build.fp8.sync()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from megatron.config import make_config
-from megatron.core.backends.registry import resolve
+from megatron.core.backends.native import NativeBackend
 from megatron.core.build import Build
-from megatron.core.fp8 import Fp8State
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import RngStreams
 
+CPU = torch.device("cpu")
 SMALL = {
     "num_layers": 2,
     "hidden_size": 32,
@@ -44,17 +43,7 @@ def small_config(world_size=1, **settings):
 
 def build_model(config, mesh=None):
     """The model and the state objects it was built with: `(model, build)`."""
-    device = torch.device("cpu")
-    mesh = mesh or ParallelState.single()
-    backend, _ = resolve("native", device)
-    build = Build(
-        config,
-        mesh,
-        backend,
-        Fp8State.from_config(config, device),
-        RngStreams(config.seed, mesh, device),
-        device,
-    )
+    build = Build.root(config, mesh or ParallelState.single(), NativeBackend(), CPU)
     return GPTModel(build), build
 
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.core.errors import PrecisionError, complaint
+from megatron.core.fp8 import Fp8State
 from megatron.core.mesh import ParallelState
 from megatron.core.tensor_parallel.random import RngStreams
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
     from megatron.core.backends.contract import Backend
-    from megatron.core.fp8 import Fp8State
 
 _PARAMS_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -48,6 +48,19 @@ class Build:
     rng: RngStreams
     device: torch.device
     path: str = ""
+
+    @classmethod
+    def root(
+        cls,
+        config: RunConfig,
+        mesh: ParallelState,
+        backend: Backend,
+        device: torch.device,
+        path: str = "",
+    ) -> Build:
+        """The build of a whole model, with FP8 state and random streams of its own."""
+        fp8 = Fp8State.from_config(config, device)
+        return cls(config, mesh, backend, fp8, RngStreams(config.seed, mesh, device), device, path)
 
     def at(self, name: str) -> Build:
         """The build of the child called `name`."""

@@ -21,10 +21,8 @@ from megatron.core.build import Build
 from megatron.core.dist_checkpointing import schema
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
-from megatron.core.fp8 import Fp8State
 from megatron.core.mesh import Axis, ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.checkpoint_config import ARCHITECTURE, read_common, saved_settings
 from megatron.training.hf_convert import (
     DTYPES,
@@ -117,15 +115,7 @@ def load_ours(directory: Path, dtype: str = "fp32", vocab_size: int | None = Non
     if vocab_size is not None:
         fields["vocab_size"] = vocab_size
     cfg = config_of({n: v for n, v in fields.items() if n in ARCHITECTURE}, "fp32")
-    mesh = ParallelState.single()
-    build = Build(
-        config=cfg,
-        mesh=mesh,
-        backend=NativeBackend(),
-        fp8=Fp8State.disabled(params_dtype=torch.float32),
-        rng=RngStreams(cfg.seed, mesh),
-        device=torch.device("cpu"),
-    )
+    build = Build.root(cfg, ParallelState.single(), NativeBackend(), torch.device("cpu"))
     model = GPTModel(build).eval()
     reader.load(schema.model_state(model, Axis.single("tp"), cfg.num_layers))
     _round_(model, DTYPES[dtype])

@@ -12,11 +12,9 @@ from torch import nn
 from megatron.core.backends import contract
 from megatron.core.backends.native import NativeBackend
 from megatron.core.build import Build
-from megatron.core.fp8 import Fp8State
 from megatron.core.mesh import ParallelState
 from megatron.core.shards import gather_full
 from megatron.core.tensor_parallel.mappings import all_gather, all_reduce, split
-from megatron.core.tensor_parallel.random import RngStreams
 from tests.distpool import run_ranks
 from tests.small_models import small_config
 
@@ -34,9 +32,7 @@ TOLERANCE = {"plain": 1e-5, "delayed": 0.1, "tensorwise": 0.1}
 def make_build(rank, world_size, **settings):
     config = small_config(world_size=world_size, tensor_model_parallel_size=world_size, **settings)
     mesh = ParallelState.build(config, rank, world_size)
-    device = torch.device("cpu")
-    state = Fp8State.from_config(config, device)
-    return Build(config, mesh, NativeBackend(), state, RngStreams(1, mesh), device, "layer")
+    return Build.root(config, mesh, NativeBackend(), torch.device("cpu"), "layer")
 
 
 def make_linear(name, build, **options):

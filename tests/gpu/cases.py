@@ -12,10 +12,9 @@ import torch
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.native import NativeBackend
 from megatron.core.build import Build
-from megatron.core.fp8 import E4M3, E5M2, Fp8State, QuantizedTensor, gemm_nt, kernels
+from megatron.core.fp8 import E4M3, E5M2, QuantizedTensor, gemm_nt, kernels
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import RngStreams
 from tests.small_models import LLAMA, batch, small_config
 
 CPU = torch.device("cpu")
@@ -90,9 +89,7 @@ def products(
 
 def build_on(device: torch.device, backend: Backend, path: str = "", **settings: object) -> Build:
     config = small_config(**{"bf16": True, "fp8_emulation": "exact", **settings})
-    mesh = ParallelState.single()
-    fp8 = Fp8State.from_config(config, device)
-    return Build(config, mesh, backend, fp8, RngStreams(1, mesh, device), device, path)
+    return Build.root(config, ParallelState.single(), backend, device, path)
 
 
 def run_layer(

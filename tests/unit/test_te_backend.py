@@ -21,10 +21,9 @@ from megatron.core.backends.te import TransformerEngineBackend
 from megatron.core.build import Build
 from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.errors import BackendUnavailable, MeshError, PrecisionError
-from megatron.core.fp8 import Fp8State
 from megatron.core.mesh import Axis, ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import RngStreams, checkpoint
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.training.initialize import Launch, start
 from megatron.training.providers import setup_model, setup_sources, with_tokenizer
 from megatron.training.step import TrainStep
@@ -49,8 +48,7 @@ def newest():
 def build_for(backend, mesh=None, path="decoder.layers.0.mlp.linear_fc1", **settings):
     mesh = mesh or ParallelState.single()
     config = small_config(world_size=mesh.tp.size, **settings)
-    fp8, rng = Fp8State.from_config(config, CPU), RngStreams(config.seed, mesh, CPU)
-    return Build(config, mesh, backend, fp8, rng, CPU, path)
+    return Build.root(config, mesh, backend, CPU, path)
 
 
 def fake_build(fake, **settings):

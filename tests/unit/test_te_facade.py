@@ -21,12 +21,10 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
     te_checkpoint,
 )
-from megatron.core.fp8 import Fp8State
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_layer_specs import gpt_decoder_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import layers
-from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, describe
@@ -47,9 +45,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def build_on(backend, path="decoder.layers.0", **settings):
-    config = small_config(**settings)
-    fp8, mesh = Fp8State.from_config(config, CPU), ParallelState.single()
-    return Build(config, mesh, backend, fp8, RngStreams(config.seed, mesh, CPU), CPU, path)
+    return Build.root(small_config(**settings), ParallelState.single(), backend, CPU, path)
 
 
 @pytest.fixture(params=["native", "transformer_engine"])

@@ -126,16 +126,8 @@ def _workshop(config: RunConfig) -> _Workshop:
             mesh = parallel_state.get_parallel_state()
         device = _device()
         backend, reason = resolve(config.transformer_impl, device)
-        build = Build(
-            config=config,
-            mesh=mesh,
-            backend=backend,
-            fp8=Fp8State.from_config(config, device),
-            rng=RngStreams(config.seed, mesh, device),
-            device=device,
-        )
         # The build holds the configuration, so its id is not used again.
-        _workshops[id(config)] = _Workshop(build, reason)
+        _workshops[id(config)] = _Workshop(Build.root(config, mesh, backend, device), reason)
     return _workshops[id(config)]
 
 
