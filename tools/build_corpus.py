@@ -13,7 +13,6 @@ Nothing is downloaded. A second call finds its own output and changes nothing.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib
 import inspect
@@ -32,6 +31,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.tool_flags import ToolParser
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.errors import DataError, MegatronError, complaint
 
@@ -201,7 +201,9 @@ def train_vocabulary(documents: Sequence[tuple[str, str]], vocab_size: int) -> b
         )
     except RuntimeError as error:
         raise DataError(
-            complaint("--vocab-size", vocab_size, f"It cannot be learned: {error}", "Use less")
+            complaint(
+                "--vocab-size", vocab_size, f"It cannot be learned: {error}", "Use another size"
+            )
         ) from error
     return model.getvalue()
 
@@ -257,6 +259,19 @@ def write_statistics(directory: Path) -> dict[str, float | int]:
     return statistics
 
 
+def wanted_bytes(megabytes: float) -> int:
+    """Return an amount of text in bytes.
+
+    Raises:
+        DataError: It is not a positive number.
+    """
+    if not 0 < megabytes < math.inf:
+        raise DataError(
+            complaint("--min-megabytes", megabytes, "It is an amount of text", "Use more than 0")
+        )
+    return int(megabytes * 1e6)
+
+
 def build(directory: Path, vocab_size: int, min_bytes: int) -> None:
     """Write ``corpus.jsonl`` and ``tokenizer.model`` unless they are there already."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -274,9 +289,9 @@ def build(directory: Path, vocab_size: int, min_bytes: int) -> None:
     if _stamped(directory) == {**stamp, "model_sha256": _digest(directory / MODEL)}:
         print(f"{directory}: already done")
         return
+    model = train_vocabulary(documents, vocab_size)
     (directory / STAMP).unlink(missing_ok=True)
     _replace(directory / CORPUS, corpus)
-    model = train_vocabulary(documents, vocab_size)
     _replace(directory / MODEL, model)
     stamp["model_sha256"] = hashlib.sha256(model).hexdigest()
     _replace(directory / STAMP, json.dumps(stamp, indent=2).encode())
@@ -309,11 +324,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser(description=__doc__)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--vocab-size", type=int, default=4096, help="default: 4096")
     parser.add_argument(
@@ -329,9 +340,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.statistics:
             print(json.dumps(write_statistics(args.output_dir)))
         else:
-            build(args.output_dir, args.vocab_size, int(args.min_megabytes * 1e6))
-    except (MegatronError, OSError) as error:
+            build(args.output_dir, args.vocab_size, wanted_bytes(args.min_megabytes))
+    except MegatronError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        problem = f"It cannot be written ({error.strerror or error})"
+        print(
+            f"error: {complaint('--output-dir', args.output_dir, problem, 'Name another folder')}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

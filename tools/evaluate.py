@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError
+from megatron.config.tool_flags import ToolParser
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -31,13 +32,9 @@ from megatron.observe.lines import perplexity
 from megatron.training.restore import add_flags, restore_from
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> ToolParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser(description=__doc__)
     add_flags(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--data-path", help="prefix of a .bin/.idx pair")

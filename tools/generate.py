@@ -18,19 +18,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError
+from megatron.config.tool_flags import ToolParser
 from megatron.core.datasets.tokenizers import Tokenizer
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.core.models.gpt.generation import Sampling, generate
 from megatron.training.restore import add_flags, restore_from
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> ToolParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser(description=__doc__)
     add_flags(parser)
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
     parser.add_argument("--prompt-file", type=Path, help="one prompt a line")
@@ -55,9 +52,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt_file is not None:
         try:
             lines = args.prompt_file.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                complaint("--prompt-file", args.prompt_file, str(error), "Name a readable file")
+                complaint("--prompt-file", args.prompt_file, str(error), "Name a UTF-8 text file")
             ) from error
         prompts += [line for line in lines if line]
     if not prompts:

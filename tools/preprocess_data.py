@@ -24,18 +24,15 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.tool_flags import ToolParser
 from megatron.core.datasets.preprocess import EncodeOptions, Summary, encode_files
 from megatron.core.datasets.tokenizers import TOKENIZER_TYPES, TokenizerOptions, build_tokenizer
 from megatron.core.errors import DataError, MegatronError, complaint
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> ToolParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser(description=__doc__)
     data = parser.add_argument_group("input and output")
     data.add_argument(
         "--input", required=True, help="JSON lines, plain or .gz; a pattern reads all that match"

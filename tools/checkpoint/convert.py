@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config import ConfigError  # noqa: E402
+from megatron.config.tool_flags import ToolParser  # noqa: E402
 from megatron.core.errors import MegatronError  # noqa: E402
 from megatron.training import hf_convert, hf_verify  # noqa: E402
 
@@ -40,11 +41,9 @@ def _format(name: str) -> str:
     return _ALIASES.get(name, name)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ToolParser:
     """Build the command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = ToolParser(description=__doc__)
     p.add_argument("--model-type", required=True, choices=("GPT",))
     p.add_argument("--loader", type=_format, choices=_FORMATS, default="megatron")
     p.add_argument("--saver", type=_format, choices=_FORMATS, default="megatron")

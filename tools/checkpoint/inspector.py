@@ -12,7 +12,6 @@ One process, no GPU; nothing in a checkpoint is executed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,17 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml  # noqa: E402
 
+from megatron.config.tool_flags import ToolParser  # noqa: E402
 from megatron.core.dist_checkpointing import directory as place  # noqa: E402
 from megatron.core.dist_checkpointing.storage import Reader  # noqa: E402
 from megatron.core.errors import CheckpointError, MegatronError, complaint  # noqa: E402
 from megatron.training.checkpoint_config import read_common, saved_settings  # noqa: E402
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ToolParser:
     """Build the command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = ToolParser(description=__doc__)
     p.add_argument("what", choices=tuple(_ACTIONS))
     p.add_argument("directory", type=Path, help="save directory, or one checkpoint's directory")
     p.add_argument("--step", type=int, help="iteration instead of the latest")
