@@ -19,6 +19,7 @@ LEVELS = {
     "megatron.core": 0,  # the package itself, which is empty
     "megatron.core.errors": 1,
     "megatron.core.capability": 1,
+    "megatron.core.files": 1,
     "megatron.core.mesh": 1,
     "megatron.observe": 1,  # the package itself
     "megatron.observe.events": 1,

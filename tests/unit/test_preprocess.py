@@ -258,7 +258,7 @@ def start_on_a_pipe(tmp_path, workers):
     )
     pipe = os.open(tmp_path / "pipe", os.O_WRONLY)
     os.write(pipe, b'{"text": "some text"}\n' * 600)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not list(tmp_path.glob("out*tmp*")) and time.monotonic() < deadline:
         time.sleep(0.01)
     return process, pipe
@@ -270,7 +270,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, number):
     try:
         assert list(tmp_path.glob("out*tmp*"))
         process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
     finally:
         os.close(pipe)
         process.kill()
@@ -291,13 +291,13 @@ def worker_ids(parent):
 def test_a_killed_worker_ends_the_run(tmp_path):
     process, pipe = start_on_a_pipe(tmp_path, workers=2)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not worker_ids(process.pid) and time.monotonic() < deadline:
             time.sleep(0.01)
         for worker in worker_ids(process.pid):
             os.kill(worker, signal.SIGKILL)
         os.close(pipe)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 1

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.core.errors import DataError, complaint
+from megatron.core.files import sync
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +128,7 @@ def _write(path: Path, content: npt.NDArray[Any] | bytes) -> None:
                 file.write(content)
             else:
                 np.save(file, content, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

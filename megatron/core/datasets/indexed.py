@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.core.errors import DataError, complaint
+from megatron.core.files import sync, sync_directory
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -400,8 +401,7 @@ class IndexedDatasetBuilder:
             index.write(lengths.astype("<i4").tobytes())
             index.write(pointers.tobytes())
             index.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").tobytes())
-            index.flush()
-            os.fsync(index.fileno())
+            sync(index)
         # Without its index a token file is unreadable, so at no moment do an old index and new
         # tokens (or the other way round) look like a corpus.
         idx_path(self.prefix).unlink(missing_ok=True)
@@ -466,16 +466,6 @@ class IndexedDatasetBuilder:
         return values.astype(self.dtype)
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames inside a directory survive a crash of the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _sync_close(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    sync(file)
     file.close()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.storage import FileRecord, checksum
 from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
+from megatron.core.files import sync, sync_directory
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MARKER_FILE = "metadata.json"
@@ -282,18 +283,17 @@ def add_files(tmp: Path, files: Mapping[str, Path | bytes]) -> dict[str, FileRec
         else:
             shutil.copyfile(source, target)
         with target.open("rb") as file:
-            os.fsync(file.fileno())
+            sync(file)
         records[name] = checksum(target)
     return records
 
 
-def commit(tmp: Path, records: dict[str, FileRecord], update_tracker: bool = True) -> Path:
+def commit(tmp: Path, records: dict[str, FileRecord]) -> Path:
     """Turn a completely written temporary directory into the latest checkpoint.
 
     Args:
         tmp: What ``prepare`` returned, with all data files in it and synced.
         records: Name -> size and checksum of each of them.
-        update_tracker: Whether the tracker shall name it.
 
     Returns:
         The final directory.
@@ -310,17 +310,16 @@ def commit(tmp: Path, records: dict[str, FileRecord], update_tracker: bool = Tru
     }
     _write_synced(tmp / MANIFEST_FILE, json.dumps(manifest, indent=1))
     _write_synced(tmp / MARKER_FILE, json.dumps(MARKER))
-    _sync_directory(tmp)
+    sync_directory(tmp)
     aside = final.with_name(final.name + _OLD)
     if final.exists():
         os.rename(final, aside)
     os.rename(tmp, final)
-    _sync_directory(root)
-    if update_tracker:
-        text = str(iteration_of(final))
-        _write_synced(root / (TRACKER_FILE + _TMP), text)
-        os.replace(root / (TRACKER_FILE + _TMP), root / TRACKER_FILE)
-        _sync_directory(root)
+    sync_directory(root)
+    text = str(iteration_of(final))
+    _write_synced(root / (TRACKER_FILE + _TMP), text)
+    os.replace(root / (TRACKER_FILE + _TMP), root / TRACKER_FILE)
+    sync_directory(root)
     if aside.exists():
         shutil.rmtree(aside)
     return final
@@ -334,16 +333,7 @@ def discard(tmp: Path) -> None:
 def _write_synced(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(file)
 
 
 # ---------------------------------------------------------------------------------- verification

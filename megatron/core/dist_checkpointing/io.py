@@ -96,20 +96,17 @@ def _discard(tmp: Path, peers: Peers) -> None:
         place.discard(tmp)
 
 
-def open_checkpoint(directory: Path, peers: Peers, check_contents: bool = True) -> Reader:
+def open_checkpoint(directory: Path, peers: Peers) -> Reader:
     """Verify a checkpoint's files and open it.
 
     Args:
         directory: A committed checkpoint.
         peers: The ranks that call this together; they share the reading.
-        check_contents: Whether to compare checksums, not only sizes.
 
     Raises:
         CheckpointError: On every rank, naming the damaged files.
     """
-    problems = peers.attempt(
-        lambda: place.verify(directory, peers.rank, peers.size, check_contents)
-    )
+    problems = peers.attempt(lambda: place.verify(directory, peers.rank, peers.size))
     everyone = sorted({p for part in peers.gather(problems) for p in part})
     if everyone:
         raise CheckpointError(peers.decide(lambda: place.damage(directory, everyone)))

@@ -1,0 +1,22 @@
+"""Getting files to the disk: what was synced survives a crash of the machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO, Any
+
+
+def sync(file: IO[Any]) -> None:
+    """Put what was written to an open file on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Put new names and renames inside a directory on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
