@@ -391,8 +391,7 @@ def _find(cfg: RunConfig, peers: Peers, say: Say) -> place.Found | None:
     else:
         lines = [
             *found.notes,
-            f" loading distributed checkpoint from {found.directory} at iteration "
-            f"{found.iteration}",
+            f" loading distributed checkpoint from {cfg.load} at iteration {found.iteration}",
         ]
     if peers.leads:
         for line in lines:

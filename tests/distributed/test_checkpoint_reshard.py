@@ -256,7 +256,7 @@ def test_lines_that_people_look_for(tmp_path, capfd):
     first, second = run_ranks(load, 2, 2, tmp_path)
     assert second["lines"] == []
     text = "\n".join(first["lines"])
-    assert f" loading distributed checkpoint from {tmp_path}/iter_0000007 at iteration 7" in text
+    assert f" loading distributed checkpoint from {tmp_path} at iteration 7" in text
     assert f"  successfully loaded checkpoint from {tmp_path}" in text
     assert "0 missing" in text
     assert "scales taken over" in text

@@ -320,6 +320,7 @@ def test_a_crash_at_any_file_operation_leaves_a_good_latest_checkpoint(tmp_path,
         save(root, 5, value=1.0)
         finished = save_in_child_that_dies(number, root, iteration, value=2.0)
         found = place.find(root)
+        assert found.notes == (), number  # the tracker was never empty or wrong
         stored = io.open_checkpoint(found.directory, PEERS).read("step").item()
         if iteration == 6:
             assert stored == (1.0 if found.iteration == 5 else 2.0), number

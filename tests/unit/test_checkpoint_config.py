@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import make_config
+from megatron.core.errors import CheckpointError
+from megatron.training.checkpoint_config import adopt, check_same_model, differences
+from tests.small_models import GQA, LLAMA, small_config
+
+TRAINING = {"micro_batch_size": 2, "train_iters": 3, "mock_data": True, "lr": 1e-3}
+
+
+def saved(**settings):
+    return small_config(**settings).to_dict()
+
+
+def bare(**settings):
+    """A run that says nothing about its model but takes it from a checkpoint."""
+    return make_config(**{**TRAINING, "load": "x", "use_checkpoint_args": True, **settings})
+
+
+@pytest.mark.parametrize("model", [{}, LLAMA, {**LLAMA, **GQA}, {**GQA, "num_query_groups": 4}])
+def test_a_model_is_taken_over_whole(model):
+    settings = saved(**model)
+    cfg = adopt(bare(), settings)
+    assert differences(settings, cfg) == {}
+    for name in ("num_layers", "hidden_size", "num_query_groups", "ffn_hidden_size", "swiglu"):
+        assert getattr(cfg, name) == settings[name], name
+    assert cfg.train_iters == 3
+
+
+def test_agreeing_flags_are_fine_and_contradictions_are_listed():
+    settings = saved(**LLAMA)
+    assert adopt(bare(num_layers=2), settings).num_layers == 2
+    with pytest.raises(CheckpointError) as failure:
+        adopt(bare(num_layers=3, ffn_hidden_size=64), settings)
+    assert "--num-layers is 2 in the checkpoint and 3 on the command line" in str(failure.value)
+    assert "--ffn-hidden-size is 48 in the checkpoint and 64" in str(failure.value)
+
+
+def test_other_flags_are_not_taken_from_the_checkpoint():
+    settings = {**saved(**LLAMA), "seed": 77, "lr": 9.0, "micro_batch_size": 9}
+    cfg = adopt(bare(seed=5), settings)
+    assert (cfg.seed, cfg.lr, cfg.micro_batch_size) == (5, 1e-3, 2)
+
+
+def test_every_difference_of_the_model_is_refused_at_once():
+    cfg = small_config(**{**LLAMA, "num_layers": 3, "normalization": "LayerNorm"}, load="x")
+    with pytest.raises(CheckpointError) as failure:
+        check_same_model(saved(**LLAMA), cfg)
+    assert "--num-layers is 2 in the checkpoint and 3 in this run" in str(failure.value)
+    assert "--normalization is RMSNorm in the checkpoint and LayerNorm" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ({**LLAMA, "max_position_embeddings": 24}, {**LLAMA, "max_position_embeddings": 48}),
+        ({"add_qkv_bias": False}, {"add_qkv_bias": True}),  # all linear layers have biases
+        (LLAMA, {**LLAMA, "lr": 5.0, "seed": 3, "tensor_model_parallel_size": 1}),
+    ],
+)
+def test_differences_without_effect_on_the_weights_are_fine(was, now):
+    assert check_same_model(saved(**was), small_config(**now)) == []
+
+
+def test_a_longer_context_needs_finetune():
+    settings = saved(**LLAMA)
+    longer = small_config(**{**LLAMA, "rotary_base": 500000}, load="x")
+    with pytest.raises(CheckpointError, match="--rotary-base is 10000 in the checkpoint"):
+        check_same_model(settings, longer)
+    (note,) = check_same_model(settings, longer.replace(finetune=True))
+    assert "--rotary-base" in note
+    wider = small_config(**{**LLAMA, "hidden_size": 64}, load="x", finetune=True)
+    with pytest.raises(CheckpointError, match="--hidden-size"):
+        check_same_model(settings, wider)
