@@ -68,6 +68,18 @@ def unusable(problem: str) -> UnusableCheckpointError:
     return UnusableCheckpointError(problem, "--load-dir", fix)
 
 
+_GPT2_SIZES = ("n_embd", "n_layer", "n_head", "vocab_size")
+_GPT2_OPTIONAL = ("n_inner", "n_positions")
+_LLAMA_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+_LLAMA_OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """Read ``config.json``.
 
@@ -130,9 +142,31 @@ def fields_from_hf(config: Mapping[str, Any], source: object = "config.json") ->
         config.get("quantization_config"),
         "the weights must be dequantized first",
     )
+    if not _numbers_fit(config, refused, gpt2=kind == "gpt2"):
+        refused.settle()
     fields = _gpt2_fields(config, refused) if kind == "gpt2" else _llama_fields(config, refused)
     refused.settle()
     return fields
+
+
+def _numbers_fit(config: Mapping[str, Any], refused: Refusals, *, gpt2: bool) -> bool:
+    """Refuse sizes that are missing or of another type; all that follows computes with them."""
+    wrong = [n for n in (_GPT2_SIZES if gpt2 else _LLAMA_SIZES) if not _is_size(config.get(n))]
+    for name in _GPT2_OPTIONAL if gpt2 else _LLAMA_OPTIONAL:
+        if config.get(name) is not None and not _is_size(config[name]):
+            wrong.append(name)
+    for name in wrong:
+        refused.check(False, name, config.get(name), "a size is a whole number above 0")
+    for name in ("rms_norm_eps", "layer_norm_epsilon"):
+        value = config.get(name, 1e-6)
+        if not isinstance(value, float):
+            wrong.append(name)
+            refused.check(False, name, value, "it is a number like 1e-05")
+    return not wrong
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _llama_fields(config: Mapping[str, Any], refused: Refusals) -> Fields:

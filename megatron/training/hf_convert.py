@@ -375,9 +375,22 @@ def write_megatron(source: Source, save: Path, dtype: str, check: Check | None =
         check: Called with the finished directory before it gets its name; raises to prevent that.
 
     Raises:
-        CheckpointError: It cannot be written.
+        CheckpointError: It cannot be written, or holds checkpoints already.
         ConfigError: The model's settings contradict each other.
     """
+    there = [str(i) for i, _ in place.committed(save)]
+    if place.is_committed(save / place.RELEASE):
+        there.append(place.RELEASE)
+    if there:
+        raise CheckpointError(
+            complaint(
+                "--save-dir",
+                save,
+                f"It holds checkpoints already ({', '.join(there)}), and a run that loads from it "
+                "would no longer continue them",
+                "Name a new directory",
+            )
+        )
     cfg = config_of(source.fields, dtype)
     if "tokenizer.json" in source.tokenizer:
         cfg = cfg.replace(

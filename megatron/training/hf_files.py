@@ -80,8 +80,11 @@ class HfWeights:
         file = self._file_of[name]
         if not file.endswith(".safetensors"):
             return tuple(self.get(name).shape)
-        with safetensors.safe_open(self.directory / file, framework="pt") as opened:
-            return tuple(opened.get_slice(name).get_shape())
+        try:
+            with safetensors.safe_open(self.directory / file, framework="pt") as opened:
+                return tuple(opened.get_slice(name).get_shape())
+        except (OSError, safetensors.SafetensorError) as error:
+            raise unusable(f"{self.directory / file}: {name} cannot be read ({error})") from error
 
 
 def _locate(directory: Path) -> dict[str, str]:
@@ -89,8 +92,11 @@ def _locate(directory: Path) -> dict[str, str]:
     for index in (SAFE_INDEX, BIN_INDEX):
         path = directory / index
         if path.is_file():
-            files: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            missing = sorted({f for f in files.values() if not (directory / f).is_file()})
+            try:
+                files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise unusable(f"{path} is no index of weight files ({error!r})") from error
+            missing = sorted({str(f) for f in files.values() if not (directory / str(f)).is_file()})
             if missing:
                 raise unusable(f"{path} names files that are missing: {missing}")
             return files
