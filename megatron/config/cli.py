@@ -137,6 +137,21 @@ class _Reader:
             self.problems.append(Problem((flag,), token, why, fix))
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain values only; a key that stands twice is an error instead of the last one winning."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{name} stands there twice", key.start_mark
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: str) -> tuple[dict[str, Any], list[Problem]]:
     """Read one overlay.
 
@@ -147,12 +162,13 @@ def read_yaml(path: str) -> tuple[dict[str, Any], list[Problem]]:
         The settings and what is wrong with the file itself.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         fix = "Check the path; it is relative to the current folder"
         return {}, [Problem(("--config",), path, f"It cannot be read: {error.strerror}", fix)]
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        why = "It is not YAML: " + " ".join(str(error).split())
+        text = " ".join(str(error).split()).replace('"<unicode string>", ', "")
+        why = f"It is not YAML that can be read: {text}"
         return {}, [Problem(("--config",), path, why, "Correct the file")]
     if content is None:
         return {}, []
