@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import re
 import signal
@@ -15,6 +14,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megatron.config import ConfigError
 from megatron.core.errors import MegatronError, complaint
@@ -24,6 +24,7 @@ FAILED = 1
 BAD_CONFIG = 2
 _MEET_S = 10
 _LOOK_S = 1.0
+_PROBLEM, _SEEN, _ALL_SEEN = "bad_config/text", "bad_config/seen", "bad_config/all_seen"
 
 
 class Report:
@@ -60,9 +61,7 @@ class Report:
             return False
         self.exit_code = BAD_CONFIG if isinstance(error, ConfigError) else FAILED
         if isinstance(error, ConfigError):
-            if self.launch.rank == 0:
-                _write(str(error))
-            _meet(self.launch)
+            self._refuse(str(error))
         elif isinstance(error, MegatronError):
             _write(f"[{self.where()}] {error}")
         elif _lost_contact(error):
@@ -74,6 +73,14 @@ class Report:
             shown = "".join(traceback.format_exception(kind, error, trace))
             _write(f"{shown}[{self.where()}] {type(error).__name__}: {error}")
         return True
+
+    def _refuse(self, text: str) -> None:
+        """Show what is wrong with the configuration once, unless ranks differ in that."""
+        launch = self.launch
+        if launch.rank == 0:
+            _write(text)
+        if launch.world_size > 1 and not _said_by_first_rank(launch, text) and launch.rank:
+            _write(f"[{self.where()}] {text}")
 
     def _lost(self, error: Exception) -> str:
         """Say which rank is gone."""
@@ -157,16 +164,29 @@ def _lost_contact(error: Exception) -> bool:
     )
 
 
-def _meet(launch: Launch) -> None:
-    """Wait a moment for the other ranks, which have the same configuration and the same problem.
+def _said_by_first_rank(launch: Launch, text: str) -> bool:
+    """Agree with the other ranks, which normally have the same problem, that one shows it.
 
-    A launcher ends all ranks as soon as one has left; the first rank must have printed by then.
+    A launcher ends all ranks as soon as one has left, so the others wait for the first rank, which
+    writes before it calls this, and the first rank waits until the others have seen it.
+
+    Returns:
+        Whether the first rank shows the same text.
     """
-    if launch.world_size == 1 or dist.is_initialized():
-        return
     timeout = datetime.timedelta(seconds=_MEET_S)
-    with contextlib.suppress(RuntimeError, ValueError):  # they may have left, which is as good
-        dist.init_process_group(
-            "gloo", rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    try:
+        where = rendezvous(
+            "env://", rank=launch.rank, world_size=launch.world_size, timeout=timeout
         )
-        dist.barrier()
+        store = next(where)[0]
+        store.set_timeout(timeout)
+        if launch.rank == 0:
+            store.set(_PROBLEM, text)
+        said = bool(store.get(_PROBLEM).decode() == text)
+        if store.add(_SEEN, 1) == launch.world_size:
+            store.set(_ALL_SEEN, "")
+        if launch.rank == 0:
+            store.wait([_ALL_SEEN], timeout)
+    except (RuntimeError, ValueError):  # no such problem there, or gone already
+        return False
+    return said
