@@ -13,6 +13,7 @@ Megatron-LM's, byte for byte, so corpora move between the two projects unchanged
 from __future__ import annotations
 
 import array
+import contextlib
 import hashlib
 import os
 import struct
@@ -412,7 +413,8 @@ class IndexedDatasetBuilder:
     def abort(self) -> None:
         """Remove what was written."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk refuses what is still buffered
+                self._file.close()
             self._file = None
         for path in self._temporary:
             path.unlink(missing_ok=True)
