@@ -33,6 +33,18 @@ def duration_has_one_unit(c: Draft) -> Iterator[Problem]:
 
 
 @rule
+def seed_fits_the_generators(c: Draft) -> Iterator[Problem]:
+    """--seed is below 2^32, which is what the generator of the sample order takes."""
+    if c.seed >= 1 << 32:
+        yield Problem(
+            ("--seed",),
+            c.seed,
+            "The order of the samples is drawn by a generator that takes 32 bits",
+            f"Use at most {(1 << 32) - 1}",
+        )
+
+
+@rule
 def samples_make_a_step(c: Draft) -> Iterator[Problem]:
     """--train-samples is at least one global batch."""
     if c.counts("train_samples", "global_batch_size") and c.train_samples < c.global_batch_size:

@@ -15,7 +15,12 @@ from megatron.config.problems import Problem
 
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 _SPLIT = re.compile(rf"[\s'\"\[\]()]*{_NUMBER}([\s,/:;]+{_NUMBER})*[\s'\"\[\]()]*")
-_KIND_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_KIND_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text that is not empty",
+    bool: "true or false",
+}
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -46,6 +51,8 @@ def _scalar(spec: Spec, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, str | int | float | os.PathLike):
             raise ValueError
         text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+        if not text:  # most often an unset variable of a launch script
+            raise ValueError
         return dict(spec.setting.aliases).get(text, text)
     return _number(spec.kind, value)
 

@@ -186,6 +186,8 @@ MISTYPED = {
     "--lr nan": "--lr: got 'nan'. It takes a number",
     "--bf16 true": "--bf16: got true. --bf16 is a switch",
     "--split a,b": "--split: got a,b.",
+    "--save=": "--save: got ''. It takes text that is not empty",
+    "--seed 99999999999": "--seed: got 99999999999. The order of the samples",
     "--transformer-impl cuda": "--transformer-impl: got 'cuda'. The choices are auto, native",
     "--num-experts 8": "--num-experts: got 8. Megatron-LM has this flag, but mixture-of-experts",
     "--use-distributed-optimizer": "--use-distributed-optimizer: got set. Sharding the optimizer",

@@ -29,6 +29,7 @@ REFUSED = [
     # shape
     ({"num_layers": 0}, "--num-layers", ["got 0", "at least 1"]),
     ({"num_layers": -3}, "--num-layers", ["got -3"]),
+    ({"seed": 2**32}, "--seed", ["32 bits", "at most 4294967295"]),
     ({"hidden_dropout": 1.0}, "--hidden-dropout", ["below 1"]),
     ({"attention_dropout": -0.1}, "--attention-dropout", ["at least 0"]),
     ({"norm_epsilon": 0}, "--norm-epsilon", ["above 0"]),

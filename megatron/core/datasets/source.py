@@ -173,11 +173,20 @@ def build_sources(
         DataError: The data are unusable, or differ between ranks.
     """
     targets = sample_targets(config)
-    problem, datasets = None, []
+    problem: DataError | None = None
+    datasets: list[GPTDataset | BlendedDataset | None] = []
     try:
         datasets = _build_datasets(config, tokenizer, targets)
     except DataError as error:
         problem = error
+    except OSError as error:
+        why = f"It cannot be read ({error.strerror}: {error.filename})"
+        fix = "Check the file and its rights"
+        problem = DataError(complaint("--data-path", " ".join(config.data_path), why, fix))
+    except MemoryError as error:
+        why = f"Their order does not fit into memory ({error})"
+        fix = "Lower --train-iters or --train-samples, or use a longer --seq-length"
+        problem = DataError(complaint("data", f"{targets[0]} training samples", why, fix))
     _agree(mesh.world, datasets, problem)
     sources = [
         None
