@@ -46,6 +46,9 @@ class DataConfig:
     reset_position_ids: bool = field(
         False, help="Restart positions after every end-of-document token."
     )
+    reset_attention_mask: bool = field(
+        False, help="Attention does not look across end-of-document tokens."
+    )
     tokenizer_type: str | None = field(
         choices=TOKENIZER_TYPES,
         help="Kind of tokenizer.",

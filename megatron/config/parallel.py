@@ -18,7 +18,14 @@ class ParallelConfig:
         1, help="Pipeline stages (PP). Only 1 in this release."
     )
     context_parallel_size: int = field(
-        1, help="Ranks that share every sequence (CP). Only 1 in this release."
+        1, help="Ranks that share every sequence (context parallelism, CP)."
+    )
+    cp_comm_type: tuple[str, ...] = field(
+        ("p2p",),
+        nargs="*",
+        choices=("p2p", "all_gather", "a2a"),
+        help="How context-parallel ranks share keys and values: a ring (p2p), gathering, or heads"
+        " for tokens (a2a); one for all layers or one each.",
     )
     expert_model_parallel_size: int = field(
         1, help="Ranks that share the experts (EP). Only 1 in this release."

@@ -72,7 +72,6 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--te-rng-tracker": (ANY, "random streams are counters, safe to replay"),
     "--softmax-type": (("vanilla",), _ALWAYS),
     "--cuda-graph-impl": (("none",), _ALWAYS),
-    "--cp-comm-type": (("p2p",), "no effect at --context-parallel-size 1"),
     "--use-tp-pp-dp-mapping": (ANY, "no effect at --pipeline-model-parallel-size 1"),
     "--no-overlap-p2p-communication": (ANY, "no effect at --pipeline-model-parallel-size 1"),
     "--data-parallel-sharding-strategy": (("no_shard",), _ALWAYS),
@@ -171,10 +170,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "--spec": ("Layers follow from the flags here", "Use --transformer-impl"),
     "--fp8-param-gather": ("Parameters are not kept in FP8 in this release", "Remove it"),
-    "--reset-attention-mask": (
-        "Attention inside a sequence ignores document borders in this release",
-        "Remove it; --reset-position-ids and --eod-mask-loss work",
-    ),
     "--skip-train": ("Evaluation without training is not in this release", "Remove it"),
     "--use-mp-args-from-checkpoint-args": (
         "Checkpoints load at any parallel layout",
@@ -221,7 +216,11 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
         "Pipeline parallelism is",
         "",
     ),
-    (r"context-parallel|hierarchical-context|hybrid-context|cp-comm", "Context parallelism is", ""),
+    (
+        r"hierarchical-context|hybrid-context",
+        "Context parallelism in levels or of varying size is",
+        "Use --context-parallel-size with --cp-comm-type p2p, all_gather or a2a",
+    ),
     (
         r".*fsdp|outer-dp|data-parallel-sharding|ddp-|num-distributed-opt",
         "Sharded data parallelism is",
@@ -273,6 +272,10 @@ REFUSED_VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("fp8_recipe", "custom"): (
         "Custom quantizers are not in this release",
         "Use --fp8-recipe delayed or tensorwise",
+    ),
+    ("cp_comm_type", "a2a+p2p"): (
+        "Two levels of context parallelism are not in this release",
+        "Use --cp-comm-type p2p, all_gather or a2a",
     ),
     ("transformer_impl", "inference_optimized"): (
         "This project trains",

@@ -328,9 +328,15 @@ def _fp8_extents(c: Draft) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
             yield flags, "the QKV width of one rank", qkv // tp, 0
             yield flags, "the attention width of one rank", heads // tp, 0
     if c.counts("seq_length", "micro_batch_size"):
+        cp = c.context_parallel_size
         tokens = c.seq_length * c.micro_batch_size
         flags = ("--seq-length", "--micro-batch-size")
-        if not c.sequence_parallel:
+        if cp > 1:
+            ranks = cp * tp if c.sequence_parallel else cp
+            flags = (*flags, "--context-parallel-size")
+            if tokens % ranks == 0:
+                yield flags, "the tokens of one rank", tokens // ranks, 0
+        elif not c.sequence_parallel:
             yield flags, "the tokens of one microbatch", tokens, 1 if c.micro_batch_size == 1 else 0
         elif tokens % tp == 0:
             flags = (*flags, "--tensor-model-parallel-size")
@@ -341,7 +347,8 @@ def _fp8_extents(c: Draft) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
 @rule
 def fp8_extents_align(c: Draft) -> Iterator[Problem]:
     """With FP8, each rank's matrix sides and its tokens are multiples of 16."""
-    if c.fp8_format is None or not c.counts("tensor_model_parallel_size"):
+    sizes = ("tensor_model_parallel_size", "context_parallel_size")
+    if c.fp8_format is None or not c.counts(*sizes):
         return
     for flags, what, extent, step in _fp8_extents(c):
         if extent % FP8_ALIGNMENT == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron.config.draft import Draft
@@ -10,7 +11,6 @@ from megatron.config.schema import flag_of
 
 _NOT_YET = {
     "pipeline_model_parallel_size": "pipeline schedules are",
-    "context_parallel_size": "context-parallel attention is",
     "expert_model_parallel_size": "mixture-of-experts layers are",
     "expert_tensor_parallel_size": "mixture-of-experts layers are",
 }
@@ -18,7 +18,7 @@ _NOT_YET = {
 
 @rule
 def axes_exist(c: Draft) -> Iterator[Problem]:
-    """Pipeline, context, expert and expert-tensor parallelism have size 1 in this release."""
+    """Pipeline, expert and expert-tensor parallelism have size 1 in this release."""
     for name, what in _NOT_YET.items():
         if c.values[name] > 1:
             yield Problem(
@@ -38,7 +38,7 @@ def mesh_fills_the_world(c: Draft) -> Iterator[Problem]:
             ("world_size",), c.world_size, "A run has at least one process", "Use the launcher"
         )
         return
-    if not c.counts(*names) or c.pipeline_model_parallel_size * c.context_parallel_size > 1:
+    if not c.counts(*names) or c.pipeline_model_parallel_size > 1:
         return  # refused by another rule
     tp, pp, cp = (c.values[name] for name in names)
     if c.world_size % (tp * pp * cp):
@@ -97,6 +97,8 @@ def ffn_divides_tp(c: Draft) -> Iterator[Problem]:
 def sequence_divides_tp(c: Draft) -> Iterator[Problem]:
     """With --sequence-parallel the sequence splits evenly over tensor-parallel ranks."""
     tp = c.tensor_model_parallel_size
+    if c.context_parallel_size > 1:
+        return  # refused by another rule
     if c.sequence_parallel and c.counts("seq_length", "tensor_model_parallel_size"):
         if c.seq_length % tp == 0:
             return
@@ -106,6 +108,58 @@ def sequence_divides_tp(c: Draft) -> Iterator[Problem]:
             "Each rank holds the same number of positions",
             f"Set --seq-length {-(-c.seq_length // tp) * tp}, or remove --sequence-parallel",
         )
+
+
+@rule
+def sequence_divides_cp(c: Draft) -> Iterator[Problem]:
+    """The sequence splits into two equal chunks for every context-parallel rank.
+
+    With --sequence-parallel each rank's two chunks together split over the tensor-parallel ranks.
+    """
+    cp, tp = c.context_parallel_size, c.tensor_model_parallel_size
+    if cp == 1 or not c.counts("seq_length", "context_parallel_size", "tensor_model_parallel_size"):
+        return
+    flags: tuple[str, ...] = ("--seq-length", "--context-parallel-size")
+    got, step = f"{c.seq_length} and {cp}", 2 * cp
+    why = f"Each rank holds two of {2 * cp} equal chunks, an early and a late one"
+    if c.sequence_parallel:
+        flags = (*flags, "--tensor-model-parallel-size", "--sequence-parallel")
+        got = f"{c.seq_length}, {cp} and {tp}"
+        step = math.lcm(step, cp * tp)
+        why += f", and splits them over {tp} tensor-parallel ranks"
+    if c.seq_length % step:
+        below = c.seq_length // step * step
+        near = " or ".join(str(n) for n in (below, below + step) if n > 0)
+        yield Problem(flags, got, why, f"Set --seq-length to {near}")
+
+
+@rule
+def cp_comm_types_fit(c: Draft) -> Iterator[Problem]:
+    """--cp-comm-type has one value, or one a layer; a2a needs heads for every rank."""
+    names = ("num_layers", "num_attention_heads", "num_query_groups", "tensor_model_parallel_size")
+    if not c.counts(*names, "context_parallel_size") or "cp_comm_type" in c.broken:
+        return
+    kinds, cp, tp = c.cp_comm_type, c.context_parallel_size, c.tensor_model_parallel_size
+    if len(kinds) not in (1, c.num_layers):
+        yield Problem(
+            ("--cp-comm-type", "--num-layers"),
+            f"{len(kinds)} values and {c.num_layers} layers",
+            "It takes one value for all layers, or one for each",
+            f"Give 1 or {c.num_layers} values",
+        )
+    if cp > 1 and "a2a" in kinds and c.num_query_groups % tp == 0:
+        heads = c.num_query_groups // tp
+        what = "query groups" if c.group_query_attention else "attention heads"
+        flag = "--num-query-groups" if c.group_query_attention else "--num-attention-heads"
+        if heads % cp:
+            yield Problem(
+                ("--cp-comm-type", "--context-parallel-size", flag),
+                f"a2a, {cp} and {c.num_query_groups}",
+                f"Each context-parallel rank attends with whole {what}, and a tensor-parallel rank"
+                f" has {heads} of them",
+                f"Use --cp-comm-type p2p or all_gather, or a context-parallel size that divides"
+                f" {heads}",
+            )
 
 
 @rule

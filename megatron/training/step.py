@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config import RunConfig
+from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.source import Source
 from megatron.core.distributed.finalize import finalize_gradients
 from megatron.core.mesh import Axis
@@ -97,8 +98,8 @@ class TrainStep:
         """Return the sum of the token losses of one microbatch."""
         self.parts.rng.position = (self.iteration, microbatch)
         batch = self._source.batch(self._consumed, microbatch, self._mesh.dp.rank)
-        batch = batch.to(self._device)
-        losses = self.parts.ddp(batch.tokens, batch.position_ids, batch.labels)  # [b, s]
+        batch = batch.context_shard(self._mesh.cp).to(self._device)
+        losses = token_losses(self.parts, batch)
         loss: torch.Tensor = (losses * batch.loss_mask).sum()
         self._sums += torch.stack([batch.loss_mask.sum(), loss.detach()])
         return loss
@@ -124,6 +125,14 @@ class TrainStep:
             self.parts.fp8.sync(self._mesh.amax)
         else:
             self.parts.fp8.discard()
+
+
+def token_losses(parts: Parts, batch: Batch) -> torch.Tensor:
+    """Run the model on a batch: fp32 losses `[b, s]`."""
+    losses: torch.Tensor = parts.ddp(
+        batch.tokens, batch.position_ids, batch.labels, document_starts=batch.document_starts
+    )
+    return losses
 
 
 @torch.no_grad()
@@ -168,8 +177,9 @@ def evaluate(
                     return None
                 consumed = consumed_samples + iteration * cfg.global_batch_size
                 for microbatch in range(cfg.num_microbatches):
-                    batch = source.batch(consumed, microbatch, mesh.dp.rank).to(device)
-                    losses = parts.ddp(batch.tokens, batch.position_ids, batch.labels)
+                    batch = source.batch(consumed, microbatch, mesh.dp.rank)
+                    batch = batch.context_shard(mesh.cp).to(device)
+                    losses = token_losses(parts, batch)
                     loss = (losses * batch.loss_mask).sum()
                     sums += torch.stack([batch.loss_mask.sum(), loss])
     finally:

@@ -84,8 +84,11 @@ class CoreAttention(Protocol):
     def __call__(self, *, build: Build, layer_number: int) -> nn.Module:
         """Construct it.
 
-        `forward(query [s, b, n, d], key [s, b, g, d], value [s, b, g, d]) -> [s, b, n * d]`.
-        Position i sees keys 0..i. Head j reads group `j // (n // g)`.
+        `forward(query [s, b, n, d], key [s, b, g, d], value [s, b, g, d],
+        document_starts [b, S] or None) -> [s, b, n * d]`.
+        Position i of the whole sequence (S = s * cp) sees keys 0..i, or from
+        `document_starts[b, i]` on. Head j reads group `j // (n // g)`. A context-parallel rank
+        holds chunks r and 2 * cp - 1 - r of the 2 * cp of a sequence.
 
         Args:
             build: Configuration, mesh, RNG streams, path.

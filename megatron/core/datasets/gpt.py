@@ -57,6 +57,7 @@ class SampleConfig:
         pad: Padding id, None unless it stands for nothing else.
         eod_mask_loss: No loss at end-of-document inputs.
         reset_position_ids: Positions restart after each end of document.
+        reset_attention_mask: Attention stays inside documents.
     """
 
     sequence_length: int
@@ -68,6 +69,7 @@ class SampleConfig:
     pad: int | None = None
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
+    reset_attention_mask: bool = False
 
 
 class GPTDataset:
@@ -242,6 +244,7 @@ class GPTDataset:
             pad=self.config.pad,
             eod_mask_loss=self.config.eod_mask_loss,
             reset_position_ids=self.config.reset_position_ids,
+            reset_attention_mask=self.config.reset_attention_mask,
         )
 
 

@@ -222,6 +222,7 @@ def _build_datasets(
     for flag, given in (
         ("--eod-mask-loss", config.eod_mask_loss),
         ("--reset-position-ids", config.reset_position_ids),
+        ("--reset-attention-mask", config.reset_attention_mask),
     ):
         if given:
             tokenizer.require_eod(flag)
@@ -235,6 +236,7 @@ def _build_datasets(
         pad=_own_pad(tokenizer),
         eod_mask_loss=config.eod_mask_loss,
         reset_position_ids=config.reset_position_ids,
+        reset_attention_mask=config.reset_attention_mask,
     )
     wanted = [target if share else 0 for share, target in zip(shares, targets, strict=True)]
     if config.mock_data:

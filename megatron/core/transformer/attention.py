@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.core_attention import causal_attention
+from megatron.core.transformer.attention_kernel import causal_attention
 from megatron.core.transformer.initialization import init_methods
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.rotary import Rotation, apply_rotary, split_qkv
@@ -91,7 +91,11 @@ class SelfAttention(nn.Module):
             )
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation | None = None, cache: KVCache | None = None
+        self,
+        hidden: Tensor,
+        rotation: Rotation | None = None,
+        cache: KVCache | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Attend, without the residual.
 
@@ -99,6 +103,7 @@ class SelfAttention(nn.Module):
             hidden: `[s or s/tp, b, h]`.
             rotation: Rotary positions of the s tokens, or None.
             cache: Keys and values of earlier tokens; extended by these s tokens.
+            document_starts: `[b, S]`, where documents start in the whole sequence, or None.
 
         Returns:
             The shape of `hidden`.
@@ -109,10 +114,16 @@ class SelfAttention(nn.Module):
             context = causal_attention(query, key, value, scale=self.scale)
         elif self.recompute_core and self.training:
             context = checkpoint(
-                self.core_attention, query, key, value, rng=self._rng, fp8=self._fp8
+                self.core_attention,
+                query,
+                key,
+                value,
+                document_starts,
+                rng=self._rng,
+                fp8=self._fp8,
             )
         else:
-            context = self.core_attention(query, key, value)
+            context = self.core_attention(query, key, value, document_starts)
         out: Tensor = self.linear_proj(context)[0]
         return out
 

@@ -52,7 +52,11 @@ class TransformerBlock(nn.Module):
         self.recompute = list(recompute_plan(config, len(self.layers)))
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation | None = None, cache: KVCache | None = None
+        self,
+        hidden: Tensor,
+        rotation: Rotation | None = None,
+        cache: KVCache | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Run every layer and the final norm.
 
@@ -60,12 +64,20 @@ class TransformerBlock(nn.Module):
             hidden: `[s or s/tp, b, h]`.
             rotation: Rotary positions of the whole local sequence, or None.
             cache: Keys and values of earlier tokens, in generation.
+            document_starts: `[b, S]`, where documents start in the whole sequence, or None.
 
         Returns:
             The shape of `hidden`.
         """
         for first, last, recomputed in self.recompute:
-            run = partial(self._run, first, last, rotation=rotation, cache=cache)
+            run = partial(
+                self._run,
+                first,
+                last,
+                rotation=rotation,
+                cache=cache,
+                document_starts=document_starts,
+            )
             if recomputed and self.training and cache is None:
                 hidden = checkpoint(run, hidden, rng=self._rng, fp8=self._fp8)
             else:
@@ -81,9 +93,10 @@ class TransformerBlock(nn.Module):
         *,
         rotation: Rotation | None,
         cache: KVCache | None,
+        document_starts: Tensor | None,
     ) -> Tensor:
         for layer in self.layers[first:last]:
-            hidden = layer(hidden, rotation, cache)
+            hidden = layer(hidden, rotation, cache, document_starts)
         return hidden
 
 

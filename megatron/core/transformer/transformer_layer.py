@@ -50,7 +50,11 @@ class TransformerLayer(nn.Module):
         self.mlp = build_module(submodules.mlp, build=build.at("mlp"))
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation | None = None, cache: KVCache | None = None
+        self,
+        hidden: Tensor,
+        rotation: Rotation | None = None,
+        cache: KVCache | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Run the layer.
 
@@ -58,11 +62,12 @@ class TransformerLayer(nn.Module):
             hidden: `[s or s/tp, b, h]`.
             rotation: Rotary positions of the whole local sequence, or None.
             cache: Keys and values of earlier tokens, in generation.
+            document_starts: `[b, S]`, where documents start in the whole sequence, or None.
 
         Returns:
             The shape of `hidden`.
         """
-        attended = self.self_attention(hidden, rotation, cache)
+        attended = self.self_attention(hidden, rotation, cache, document_starts)
         hidden = hidden + self._dropout(attended, "self_attention")
         return hidden + self._dropout(self.mlp(hidden), "mlp")
 

@@ -56,21 +56,24 @@ class GPTModel(nn.Module):
         position_ids: Tensor,
         labels: Tensor | None = None,
         cache: KVCache | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Compute the loss of every token, or the logits.
 
         Args:
-            tokens: `[b, s]` token ids.
+            tokens: `[b, s]` token ids; on a context-parallel rank its two chunks of the sequence.
             position_ids: `[b, s]`; with a cache, positions that follow the cached ones.
             labels: `[b, s]` next tokens, or None.
             cache: Keys and values of earlier tokens, in generation; extended by these.
+            document_starts: `[b, S]` on the CPU, where each position's document starts, for the
+                whole sequence; None to look across documents.
 
         Returns:
             `[b, s]` fp32 losses if labels are given, else logits `[b, s, v/t]`.
         """
         hidden = self.embedding(tokens, position_ids)
         rotation = None if self.rotary is None else self.rotary(position_ids)
-        hidden = self.decoder(hidden, rotation, cache)
+        hidden = self.decoder(hidden, rotation, cache, document_starts)
         if cache is not None:
             cache.advance(tokens.shape[1])
         shared = self.embedding.word_embeddings.weight if self.tied else None
