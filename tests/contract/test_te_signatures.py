@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core.backends import te_calls
+from megatron.core.mesh import Axis
 from tests.contract import te_sources
 from tests.contract.fake_te import FakeTransformerEngine
 from tests.contract.te_sources import RELEASES, load_table, signature
@@ -147,7 +148,8 @@ class TestCalls:
         layer = getattr(fake.library.pytorch, name)(32, **given)
         assert layer(torch.ones(2, 32)).shape == (2, 32)
 
-    def test_attention(self, fake):
+    @pytest.mark.parametrize("cp", [Axis.single("cp"), Axis("cp", 2, 0, (0, 2), "cp group")])
+    def test_attention(self, fake, cp):
         given = te_calls.attention_arguments(
             num_heads=4,
             num_groups=2,
@@ -158,7 +160,10 @@ class TestCalls:
             get_rng_state_tracker=None,
             layer_number=1,
             softmax_scale=None,
+            cp=cp,
+            cp_comm_type="all_gather",
         )
+        assert given.get("cp_global_ranks", [0]) == list(cp.ranks)
         attention = fake.library.pytorch.DotProductAttention(**given)
         q, kv = torch.randn(5, 2, 4, 8), torch.randn(5, 2, 2, 8)
         assert attention(q, kv, kv, attn_mask_type="causal").shape == (5, 2, 32)

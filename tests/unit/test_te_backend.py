@@ -20,10 +20,11 @@ from megatron.core.backends.registry import resolve
 from megatron.core.backends.te import TransformerEngineBackend
 from megatron.core.build import Build
 from megatron.core.distributed.ddp import DistributedDataParallel
-from megatron.core.errors import BackendUnavailable, MeshError, PrecisionError
+from megatron.core.errors import BackendUnavailable, MegatronError, MeshError, PrecisionError
 from megatron.core.mesh import Axis, ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.core_attention import NativeCoreAttention
 from megatron.training.initialize import Launch, start
 from megatron.training.providers import setup_model, setup_sources, with_tokenizer
 from megatron.training.step import TrainStep
@@ -247,6 +248,17 @@ class TestForward:
         x = tokens(17)
         column(build)(x)
         assert float(build.fp8.book.history[0, 0]) == float(x.abs().max())
+
+    def test_attention_inside_documents_is_the_native_one(self, newest):
+        """Transformer Engine's would look across: it is never asked to."""
+        build = fake_build(newest, reset_attention_mask=True)
+        attention = build.backend.core_attention(build=build, layer_number=1)
+        assert isinstance(attention, NativeCoreAttention)
+        across = fake_build(newest)
+        attention = across.backend.core_attention(build=across, layer_number=1)
+        q, starts = torch.randn(16, 2, 4, 8), torch.zeros(2, 16, dtype=torch.long)
+        with pytest.raises(MegatronError, match="Build the model with --reset-attention-mask"):
+            attention(q, q, q, starts)
 
     def test_attention_dropout_follows_the_position_and_disturbs_nothing(self, newest):
         build = fake_build(newest, attention_dropout=0.5, path="decoder.layers.0.attention")

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron.core.errors import PrecisionError, complaint
+from megatron.core.mesh import Axis
 
 OLDEST = (2, 2)
 NEWEST_CHECKED = (2, 20)
@@ -131,13 +132,27 @@ def attention_arguments(
     get_rng_state_tracker: Callable[[], Any] | None,
     layer_number: int,
     softmax_scale: float | None,
+    cp: Axis | None = None,
+    cp_comm_type: str = "p2p",
+    cp_stream: Any = None,
 ) -> dict[str, Any]:
     """Keyword arguments of `te.DotProductAttention`; head counts are those of the whole model.
+
+    Its context-parallel ranks hold the same chunks of a sequence as the project's.
 
     `sequence_parallel` is left out: with it Transformer Engine draws dropout from the device's
     default generator and ignores the tracker.
     """
+    context = {}
+    if cp is not None and cp.size > 1:
+        context = {
+            "cp_group": cp.group,
+            "cp_global_ranks": list(cp.ranks),
+            "cp_stream": cp_stream,
+            "cp_comm_type": cp_comm_type,
+        }
     return {
+        **context,
         "num_attention_heads": num_heads,
         "kv_channels": head_dim,
         "num_gqa_groups": num_groups,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from megatron.core.backends import te_calls
 from megatron.core.backends.te_calls import Library
 from megatron.core.backends.te_scaling import BookBinding, fp8_region
-from megatron.core.errors import PrecisionError, complaint
+from megatron.core.errors import MegatronError, PrecisionError, complaint
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
 from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from megatron.core.mesh import Axis
@@ -28,6 +29,8 @@ from megatron.core.shards import InitMethod, init_parameter, mark_sharded
 from megatron.core.tensor_parallel.layers import equal_share
 from megatron.core.tensor_parallel.mappings import gather_from_region, scatter_to_region
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.context_parallel import comm_type
+from megatron.core.transformer.core_attention import NativeCoreAttention
 
 if TYPE_CHECKING:
     from megatron.core.build import Build
@@ -454,22 +457,50 @@ class TeCoreAttention(_TeModule):
             get_rng_state_tracker=lambda: rng,
             layer_number=layer_number,
             softmax_scale=None,
+            cp=build.mesh.cp,
+            cp_comm_type=comm_type(config, layer_number),
+            cp_stream=_second_stream() if build.mesh.cp.size > 1 else None,
         )
         super().__init__(**arguments)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        document_starts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attend.
 
         Args:
             query: `[s, b, n, d]`.
             key: `[s, b, g, d]`.
             value: `[s, b, g, d]`.
+            document_starts: None; a model that needs them is built with the native attention.
 
         Returns:
             `[s, b, n * d]`.
+
+        Raises:
+            MegatronError: Documents were given.
         """
+        if document_starts is not None:
+            raise MegatronError(
+                complaint(
+                    "document_starts",
+                    tuple(document_starts.shape),
+                    "This attention was built to look across documents",
+                    "Build the model with --reset-attention-mask",
+                )
+            )
         context: torch.Tensor = super().forward(query, key, value)
         return context
+
+
+@lru_cache(maxsize=1)
+def _second_stream() -> torch.cuda.Stream | None:
+    """The stream of every other step of the ring, one for all layers."""
+    return torch.cuda.Stream() if torch.cuda.is_available() else None
 
 
 @dataclass(frozen=True)
@@ -504,6 +535,14 @@ def layer_classes(library: Library) -> LayerClasses:
         layer: nn.Module = kind(size, build=build, partial_gradient=partial_gradient)
         return layer
 
+    te_attention: Any = mixed(TeCoreAttention, te.DotProductAttention, "TEDotProductAttention")
+
+    def attention(*, build: Build, layer_number: int) -> nn.Module:
+        # Transformer Engine would take packed documents in a layout of their own.
+        kind = NativeCoreAttention if build.config.reset_attention_mask else te_attention
+        layer: nn.Module = kind(build=build, layer_number=layer_number)
+        return layer
+
     return LayerClasses(
         column=mixed(TeColumnParallelLinear, te.Linear, "TEColumnParallelLinear"),
         row=mixed(TeRowParallelLinear, te.Linear, "TERowParallelLinear"),
@@ -513,5 +552,5 @@ def layer_classes(library: Library) -> LayerClasses:
             "TELayerNormColumnParallelLinear",
         ),
         norm=norm,
-        attention=mixed(TeCoreAttention, te.DotProductAttention, "TEDotProductAttention"),
+        attention=attention,
     )
