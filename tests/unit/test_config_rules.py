@@ -92,7 +92,10 @@ REFUSED = [
         "--pipeline-model-parallel-size",
         ["not in this release"],
     ),
-    ({"context_parallel_size": 2}, "--context-parallel-size", ["not in this release"]),
+    ({"context_parallel_size": 0}, "--context-parallel-size", ["at least 1"]),
+    ({"cp_comm_type": ["p2p", "p2p", "a2a"]}, "--cp-comm-type", ["3 values", "1 or 2 values"]),
+    ({"cp_comm_type": []}, "--cp-comm-type", ["0 values"]),
+    ({"cp_comm_type": ["a2a+p2p"]}, "--cp-comm-type", ["Two levels", "all_gather or a2a"]),
     ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size", ["not in this release"]),
     ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size", ["not in this release"]),
     ({"device": "cpu", "distributed_backend": "nccl"}, "--distributed-backend", ["gloo"]),
@@ -208,7 +211,35 @@ def test_refused_alone(fields, flag, words):
 
 
 # (world size, settings, first flag, words)
+CP2 = {"context_parallel_size": 2}
 REFUSED_ON_A_MESH = [
+    (3, CP2, "--tensor-model-parallel-size", ["1, 1 and 2 on 3 processes"]),
+    (2, {**CP2, "seq_length": 30}, "--seq-length", ["30 and 2", "two of 4", "28 or 32"]),
+    (
+        12,
+        {
+            "context_parallel_size": 3,
+            "tensor_model_parallel_size": 4,
+            "sequence_parallel": True,
+            "seq_length": 30,
+        },
+        "--seq-length",
+        ["30, 3 and 4", "24 or 36"],
+    ),
+    (4, {"context_parallel_size": 4, "seq_length": 4}, "--seq-length", ["Set --seq-length to 8"]),
+    (
+        4,
+        {**CP2, "cp_comm_type": ["a2a"], "group_query_attention": True, "num_query_groups": 1},
+        "--cp-comm-type",
+        ["a2a, 2 and 1", "whole query groups", "p2p or all_gather"],
+    ),
+    (
+        8,
+        {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "cp_comm_type": ["a2a"]},
+        "--cp-comm-type",
+        ["a2a, 4 and 4", "has 2 of them"],
+    ),
+    (2, {**FP8, **CP2, "seq_length": 24}, "--seq-length", ["got 12", "one rank", "16"]),
     (6, {"tensor_model_parallel_size": 4}, "--tensor-model-parallel-size", ["on 6 processes"]),
     (
         3,
@@ -274,6 +305,20 @@ def test_refused_on_a_mesh(world_size, fields, flag, words):
     assert [problem.flags[0] for problem in found] == [flag]
     for word in words:
         assert word in str(found[0])
+
+
+ACCEPTED_ON_A_MESH = [
+    (2, CP2),
+    (8, {**CP2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    (2, {**CP2, "cp_comm_type": ["a2a", "p2p"]}),
+    (2, {**FP8, **CP2}),
+    (4, {"context_parallel_size": 4, "seq_length": 8, "max_position_embeddings": 32}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "fields"), ACCEPTED_ON_A_MESH)
+def test_accepted_on_a_mesh(world_size, fields):
+    assert problems(world_size, **fields) == []
 
 
 ACCEPTED = [

@@ -237,7 +237,7 @@ def test_more_iterations_continue_within_the_same_data(tmp_path):
 def test_options_about_document_ends_need_such_a_token(tmp_path):
     path = corpus(tmp_path)
     tokenizer = build_tokenizer(config(tmp_path).data)
-    for flag in ("eod_mask_loss", "reset_position_ids"):
+    for flag in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
         cfg = config(tmp_path, data_path=[path], split="8,1,1", **{flag: True})
         train, _, _ = sources(cfg)
         assert getattr(train.dataset.config, flag) is True
