@@ -79,6 +79,7 @@ class SyntheticSource:
     def __init__(self, cfg: Any, dp_size: int) -> None:
         self.seq, self.vocab = cfg.seq_length, cfg.vocab_size
         self.micro, self.dp_size = cfg.micro_batch_size, dp_size
+        self.packed, self.restart = cfg.reset_attention_mask, cfg.reset_position_ids
 
     def batch(self, consumed_samples: int, microbatch: int, dp_rank: int) -> Batch:
         first = consumed_samples + (microbatch * self.dp_size + dp_rank) * self.micro
@@ -93,12 +94,21 @@ class SyntheticSource:
         kept = torch.rand(self.seq, generator=generator) < (number % 4) / 3
         if number % 4 == 2:
             kept[: self.seq // 2] = False
-        return {
+        positions = torch.arange(self.seq)
+        sample = {
             "tokens": window[:-1],
             "labels": window[1:],
             "loss_mask": kept.float(),
-            "position_ids": torch.arange(self.seq),
+            "position_ids": positions,
         }
+        if self.packed:  # three documents, others in every sample
+            borders = (3 + number % 7, 11 + number % 3)
+            starts = sum((positions >= border) * 1 for border in borders)
+            starts = torch.tensor((0, *borders))[starts]
+            sample["document_starts"] = starts
+            if self.restart:
+                sample["position_ids"] = positions - starts
+        return sample
 
 
 def run_layout(
