@@ -1,14 +1,23 @@
-"""Context parallelism trains the model that one process trains, with everything it combines with."""
+"""Context parallelism trains the model of one process, with everything it combines with."""
 
 from __future__ import annotations
 
 import functools
 
 import pytest
-from parity import run_layout, worst
+import torch
+from distpool import run_ranks
+from parity import BASE, run_layout, worst
 
+from megatron.config import make_config
+from megatron.core.datasets.batch import Batch, cut_window
+from megatron.core.tensor_parallel.mappings import all_gather
+from megatron.core.transformer.context_parallel import to_sequence
+from megatron.training.initialize import Launch, start
+from megatron.training.providers import setup_model
 from tests.distributed.test_parity import (
     DELAYED,
+    LLAMA,
     MODELS,
     SP,
     TP2,
@@ -44,9 +53,7 @@ LAYOUTS = {
 }
 CASES = [("gpt", {}, name) for name in LAYOUTS if name != "tp2-sp"]
 CASES += [("llama", {}, name) for name in ("cp2", "cp2-tp2-sp")]
-CASES += [
-    ("llama", PACKED, name) for name in ("cp2", "cp4", "cp2-gather", "cp2-heads", "tp2-sp")
-]
+CASES += [("llama", PACKED, name) for name in ("cp2", "cp4", "cp2-gather", "cp2-heads", "tp2-sp")]
 CASES += [("gpt", PACKED, "cp2-tp2-sp")]
 
 
@@ -108,3 +115,34 @@ def test_dropout_streams_differ_between_context_parallel_ranks_and_runs_repeat()
     one, two = (run_layout(settings, 2, 2)[0] for _ in range(2))
     assert one.losses == two.losses
     assert one.losses != alone("gpt", 2).losses
+
+
+def logits_of_two_texts(rank, world_size, fields):
+    """Logits of this rank's tokens before and after the first document changes."""
+    cfg = make_config(world_size=world_size, **{**BASE, **LLAMA, **PACKED, **fields})
+    runtime = start(cfg, Launch(rank, world_size, rank, world_size))
+    parts, cp = setup_model(cfg, runtime), runtime.mesh.cp
+    parts.model.eval()
+    found = []
+    with torch.no_grad():
+        for first in (7, 45):
+            window = torch.cat([torch.full((5,), first), torch.tensor([0]), torch.arange(1, 12)])
+            sample = cut_window(
+                window, eod=0, pad=None, eod_mask_loss=True, reset_position_ids=True,
+                reset_attention_mask=True,
+            )  # fmt: skip
+            batch = Batch.stack([sample]).context_shard(cp)
+            logits = parts.model(
+                batch.tokens, batch.position_ids, document_starts=batch.document_starts
+            )
+            found.append(to_sequence(all_gather(logits[0], cp), cp.size))
+    return found
+
+
+@pytest.mark.parametrize("comm", ["alone", "p2p", "all_gather", "a2a"])
+def test_logits_of_a_document_do_not_see_the_one_before(comm):
+    fields = {} if comm == "alone" else CP2 | {"cp_comm_type": (comm,)}
+    ranks = 1 if comm == "alone" else 2
+    before, after = run_ranks(logits_of_two_texts, ranks, fields)[0]
+    assert torch.equal(before[6:], after[6:])
+    assert not torch.equal(before[:6], after[:6])

@@ -27,6 +27,8 @@ LAYOUTS = {
     "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "dp2": [],
     "dp2 own scales": ["--fp8-amax-reduction", "tp"],
+    "cp2": ["--context-parallel-size", "2"],
+    "cp2 own scales": ["--context-parallel-size", "2", "--fp8-amax-reduction", "tp"],
 }
 
 
@@ -56,7 +58,8 @@ def assert_same(first, second):
 
 
 CASES = [(p, layout) for p in PRECISIONS for layout in ("tp2", "dp2")]
-CASES.append(("delayed", "dp2 own scales"))
+CASES += [("delayed", "dp2 own scales"), ("bf16", "cp2")]
+CASES += [("delayed", "cp2"), ("delayed", "cp2 own scales")]
 
 
 @pytest.mark.parametrize(("precision", "layout"), CASES)
@@ -73,7 +76,7 @@ def test_stop_and_go_is_bitwise(tmp_path, precision, layout):
     tensors, plain = content(tmp_path / "straight", 20)
     assert_same((tensors, plain), content(tmp_path / "parts", 20))
     fp8 = [key for key in tensors if key.startswith(schema.FP8_PREFIX)]
-    replicas = 2 if layout == "dp2 own scales" else 1
+    replicas = 2 if "own scales" in layout else 1
     assert len(fp8) == (2 * 4 * 4 * replicas if precision == "delayed" else 0)
 
 
@@ -111,6 +114,8 @@ def flags_of(precision, layout):
         (("single", 1), ("tp2", 2)),
         (("dp2", 2), ("tp2", 2)),
         (("tp2", 2), ("dp2", 2)),
+        (("cp2", 2), ("tp2", 2)),
+        (("single", 1), ("cp2", 2)),
     ],
     ids=lambda layout: layout[0],
 )

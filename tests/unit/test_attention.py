@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.mesh import Axis
+from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer import attention_kernel
 from megatron.core.transformer.attention_kernel import causal_attention
 from megatron.core.transformer.core_attention import NativeCoreAttention
@@ -212,8 +212,8 @@ def packed_inputs(dtype=torch.float64):
 
 def by_document(query, key, value, scale, starts):
     """The CUDA path, which torch's library also runs on a CPU."""
-    block = attention_kernel.Block(scale, 0, starts)
-    return attention_kernel._attention_by_document(query, key, value, block)
+    block = attention_kernel.Block(scale)
+    return attention_kernel._attention_by_document(query, key, value, starts, block)
 
 
 def chunked(query, key, value, scale, starts):

@@ -498,9 +498,10 @@ class TeCoreAttention(_TeModule):
 
 
 @lru_cache(maxsize=1)
-def _second_stream() -> torch.cuda.Stream | None:
+def _second_stream() -> Any:
     """The stream of every other step of the ring, one for all layers."""
-    return torch.cuda.Stream() if torch.cuda.is_available() else None
+    stream: Any = torch.cuda.Stream
+    return stream() if torch.cuda.is_available() else None
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def causal_attention(
         return _chunked_attention(query, key, value, block)
     if starts is None:
         return _library_attention(query, key, value, scale, dropout, seed)
-    return _attention_by_document(query, key, value, Block(scale, offset, starts, dropout, seed))
+    return _attention_by_document(query, key, value, starts, Block(scale, 0, None, dropout, seed))
 
 
 def documents(starts: Tensor) -> list[tuple[int, int, int]]:
@@ -102,10 +102,12 @@ def documents(starts: Tensor) -> list[tuple[int, int, int]]:
     return found
 
 
-def _attention_by_document(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Tensor:
+def _attention_by_document(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, block: Block
+) -> Tensor:
     """The library's attention once for every document; the queries are the whole sequence."""
     rows: list[list[Tensor]] = [[] for _ in range(query.shape[1])]
-    for number, (row, first, last) in enumerate(documents(block.starts)):
+    for number, (row, first, last) in enumerate(documents(starts)):
         q, k, v = (x[first:last, row : row + 1] for x in (query, key, value))
         out = _library_attention(q, k, v, block.scale, block.dropout, block.seed + number)
         rows[row].append(out)
