@@ -71,7 +71,7 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
     """
     tp = cfg.tensor_model_parallel_size
     weights = 18.0 * count_parameters(cfg) / tp
-    tokens = cfg.seq_length * cfg.micro_batch_size
+    tokens = cfg.seq_length * cfg.micro_batch_size / cfg.context_parallel_size
     h = cfg.hidden_size
     if cfg.sequence_parallel and cfg.recompute_granularity == "selective":
         layer = tokens * h * (18.0 + 4.0 * cfg.ffn_hidden_size / h) / tp

@@ -18,7 +18,7 @@ LAYOUTS = {
 
 
 def figures(ranks, *flags):
-    run = ["--train-iters", "3", "--eval-interval", "3", "--eval-iters", "2"]
+    run = ["--train-iters", "4", "--eval-interval", "4", "--eval-iters", "2"]
     # Sequences long enough for several of the mock documents.
     long = ["--seq-length", "1024", "--hidden-dropout", "0", "--attention-dropout", "0"]
     done = launch(ranks, [*FP32, *run, *long, *flags])
@@ -63,5 +63,6 @@ def test_a_loss_that_is_not_finite_ends_every_rank(tmp_path):
     from tests.e2e.launch import ROOT
 
     done = launch(2, [str(ROOT / "pretrain_gpt.py"), *FP32, *CP2], script=script, timeout=60)
-    assert 0 not in done.codes
-    assert "nan" in done.out.lower()
+    assert done.codes == [1, 1]
+    # Both ranks skip the same updates, though only one of them saw the NaN.
+    assert len(done.lines("iteration 3] loss: got nan or inf")) == 2, done.out

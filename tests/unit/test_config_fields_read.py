@@ -14,7 +14,6 @@ CONSUMED_BY_DERIVATION = {
     "recompute_activations": "recompute_granularity",
     "make_vocab_size_divisible_by": "padded_vocab_size",
     "bf16": "params_dtype",
-    "context_parallel_size": "data_parallel_size",
     "expert_model_parallel_size": "refused above 1",
     "expert_tensor_parallel_size": "refused above 1",
 }
