@@ -71,7 +71,7 @@ def test_a_skipped_step_leaves_weights_schedule_and_fp8_scales_alone(made, monke
     history, scale = parts.fp8.book.history.clone(), parts.fp8.book.scale.clone()
     samples = parts.scheduler.num_samples
     forward = parts.model.forward
-    monkeypatch.setattr(parts.model, "forward", lambda *a: forward(*a) * float("inf"))
+    monkeypatch.setattr(parts.model, "forward", lambda *a, **kw: forward(*a, **kw) * float("inf"))
     outcome = step.run(2, 4)
     assert not outcome.loss_is_finite
     assert not outcome.update.success
