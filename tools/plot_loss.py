@@ -8,16 +8,20 @@ logs that other tools of the field wrote.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.tool_flags import ToolParser
+from megatron.core.errors import complaint
+
 try:
     from matplotlib.figure import Figure
 except ImportError:
-    sys.exit("plot_loss: matplotlib is not installed. Install the 'plot' extra.")
+    sys.exit(complaint("matplotlib", "nothing", "It is not installed", "Install the 'plot' extra"))
 
 TRAIN = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?lm loss: ([0-9.E+-]+|nan|inf)")
 VALID = re.compile(r"validation loss at iteration (\d+).*?lm loss value: ([0-9.E+-]+)")
@@ -82,20 +86,24 @@ def draw(curves: dict[str, Curve], output: Path, reference: float | None = None)
 
 def main() -> None:
     """Parse the command line and draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ToolParser(description=__doc__)
     parser.add_argument("logs", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, default=Path("loss.png"))
     parser.add_argument("--reference", type=float, help="loss to mark with a dashed line")
     args = parser.parse_args()
     curves = {}
     for path in args.logs:
+        fix = "Give the console log of a run"
         if not path.is_file():
-            sys.exit(f"plot_loss: {path}: no such file. Give the console log of a run.")
+            sys.exit(complaint("logs", path, "There is no such file", fix))
         curve = read_log(path)
         if not curve.train:
-            sys.exit(f"plot_loss: {path}: no training lines. Give the console log of a run.")
+            sys.exit(complaint("logs", path, "There are no training lines in it", fix))
         curves[path.stem] = curve
-    draw(curves, args.output, args.reference)
+    try:
+        draw(curves, args.output, args.reference)
+    except (OSError, ValueError) as error:  # the latter for a file ending without a format
+        sys.exit(complaint("--output", args.output, f"It cannot be written: {error}", "Name a PNG"))
     print(f"wrote {args.output}")
 
 

@@ -36,7 +36,13 @@ class Steps:
     def __init__(self, workdir: Path) -> None:
         self.workdir = workdir
         self.stamps = workdir / "stamps"
-        self.stamps.mkdir(parents=True, exist_ok=True)
+        try:
+            self.stamps.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            sys.exit(
+                f"quickstart: --workdir: got {workdir}. It cannot be written to "
+                f"({error.strerror}). Name another folder."
+            )
 
     def run(
         self,
