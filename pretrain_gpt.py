@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 when the run is done or left early on request, 1 when it failed, 2 for a configuration
-        that cannot work.
+        that cannot work, 130 after Ctrl-C.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(tokens):

@@ -22,6 +22,7 @@ from megatron.training.initialize import Launch, Process
 
 FAILED = 1
 BAD_CONFIG = 2
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
 _MEET_S = 10
 _LOOK_S = 1.0
 _PROBLEM, _SEEN, _ALL_SEEN = "bad_config/text", "bad_config/seen", "bad_config/all_seen"
@@ -35,7 +36,8 @@ class Report:
 
     Attributes:
         launch: As above; may be set once it is known.
-        exit_code: 0, `FAILED`, or `BAD_CONFIG` for a configuration that cannot work.
+        exit_code: 0, `FAILED`, `BAD_CONFIG` for a configuration that cannot work, or
+            `INTERRUPTED` after Ctrl-C.
         where: Says which rank this is and what it is doing; set it to more as more is known.
         processes: The processes of all ranks, once they are known.
     """
@@ -56,7 +58,11 @@ class Report:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """Report an exception and swallow it; SystemExit and KeyboardInterrupt pass."""
+        """Report an exception and swallow it; SystemExit passes."""
+        if isinstance(error, KeyboardInterrupt):
+            self.exit_code = INTERRUPTED
+            _write(f"[{self.where()}] interrupted")
+            return True
         if not isinstance(error, Exception):
             return False
         self.exit_code = BAD_CONFIG if isinstance(error, ConfigError) else FAILED
@@ -86,7 +92,8 @@ class Report:
         """Say which rank is gone."""
         # The launcher ends the other ranks as well; this one has something to say first.
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
         gone = self._ended()
         cause = _first_sentence(error)
         if not gone:
