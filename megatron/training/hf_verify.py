@@ -97,8 +97,8 @@ def _compare_tensors(stored: Source, other: HfSource, dtype: torch.dtype) -> Non
         if a.shape != b.shape or not torch.equal(a, b):
             names = ", ".join(n.format(i=layer) for n in row.names)
             at = "" if layer is None else f", layer {layer}"
-            raise CheckpointError(
-                f"--verify: the stored values of {row.key}{at} differ from those of {names}."
+            raise _wrong(
+                f"other values of {row.key}{at}", f"The stored values differ from those of {names}"
             )
 
 
@@ -134,7 +134,9 @@ def load_theirs(directory: Path, dtype: str = "fp32") -> nn.Module:
             directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
     except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"--verify: transformers cannot load {directory}: {error}") from error
+        problem = f"transformers cannot load it: {error}"
+        fix = "Look at what it says, or leave the check out with --no-verify"
+        raise CheckpointError(complaint("--verify", directory, problem, fix)) from error
     _round_(model, DTYPES[dtype])
     return model
 
@@ -196,11 +198,13 @@ def compare_models(ours: GPTModel, theirs: nn.Module, tokens: Tensor | None = No
     )
     # A NaN compares false with everything: ask for what must hold.
     if not difference <= TOLERANCE * max(1.0, report.max_logit / 10):
-        raise CheckpointError(
-            f"--verify: {report.line()}. {_first_difference(left, right)}. "
-            "The conversion is wrong; do not use its result."
-        )
+        raise _wrong(report.line(), _first_difference(left, right))
     return report
+
+
+def _wrong(got: str, why: str) -> CheckpointError:
+    fix = "The conversion is wrong: do not use its result"
+    return CheckpointError(complaint("--verify", got, why, fix))
 
 
 def _first_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> str:
