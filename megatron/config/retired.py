@@ -71,6 +71,9 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--use-cpu-initialization": (ANY, "initial weights are the same for every TP size"),
     "--te-rng-tracker": (ANY, "random streams are counters, safe to replay"),
     "--softmax-type": (("vanilla",), _ALWAYS),
+    "--main-grads-dtype": (("fp32",), _ALWAYS),
+    "--main-params-dtype": (("fp32",), _ALWAYS),
+    "--num-distributed-optimizer-instances": (("1",), _ALWAYS),
     "--cuda-graph-impl": (("none",), _ALWAYS),
     "--cp-comm-type": (("p2p",), "no effect at --context-parallel-size 1"),
     "--use-tp-pp-dp-mapping": (ANY, "no effect at --pipeline-model-parallel-size 1"),
@@ -109,16 +112,13 @@ LAUNCHER_FLAGS = (
 
 # Exact flag to (why, fix).
 REFUSED: dict[str, tuple[str, str]] = {
-    "--use-distributed-optimizer": (
-        "Sharding the optimizer over replicas is not in this release",
-        "Remove it; every replica keeps the whole optimizer state",
+    "--main-grads-dtype": (
+        "Gradients are added up in float32 here",
+        "Remove it; --grad-reduce-in-bf16 halves what is sent",
     ),
-    "--overlap-grad-reduce": (
-        "Gradients are reduced after the last microbatch in this release",
-        "Remove it; the result is the same",
-    ),
-    "--overlap-param-gather": (
-        "There is no distributed optimizer whose parameters could be gathered",
+    "--main-params-dtype": ("Masters are float32 here", "Remove it"),
+    "--num-distributed-optimizer-instances": (
+        "All replicas share one optimizer state in this release",
         "Remove it",
     ),
     "--async-save": ("Saving blocks the run in this release", "Remove it"),

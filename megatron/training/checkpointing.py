@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.shard import Sharded, whole
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import ParallelState
+from megatron.core.shards import FlatRange
 from megatron.training import checkpoint_config, random_state
 from megatron.training.progress import Progress
 
@@ -37,6 +38,10 @@ class Optimizer(Protocol):
 
     def named_state(self) -> Any:
         """Yield (parameter name, kind -> live local tensor)."""
+
+    @property
+    def owned_ranges(self) -> Mapping[str, FlatRange]:
+        """Which elements flat tensors of ``named_state`` hold, by parameter name."""
 
     def scalars(self) -> dict[str, Any]:
         """Return step counts and loss scale as plain values."""
@@ -131,8 +136,7 @@ def save_checkpoint(
     tensors = schema.model_state(bare, mesh.tp, cfg.num_layers)
     blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
     if optimizer is not None and not cfg.no_save_optim:
-        named = optimizer.named_state()
-        tensors.update(schema.optimizer_state(named, bare, mesh.tp, cfg.num_layers))
+        tensors.update(_optimizer_state(cfg, mesh, bare, optimizer))
     tree, fp8_tensors = _split_tree(fp8.state_dict() if fp8 else {}, _fp8_prefix(cfg, mesh))
     tensors.update({k: whole(t) for k, t in fp8_tensors.items()})
     if mesh.pp.size > 1:  # each stage knows its own layers only
@@ -188,6 +192,13 @@ def _bare(model: nn.Module) -> nn.Module:
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module  # type: ignore[assignment]
     return model
+
+
+def _optimizer_state(
+    cfg: RunConfig, mesh: ParallelState, model: nn.Module, optimizer: Optimizer
+) -> dict[str, Sharded]:
+    named, owned = optimizer.named_state(), optimizer.owned_ranges
+    return schema.optimizer_state(named, model, mesh.tp, cfg.num_layers, owned)
 
 
 def _arrangement(mesh: ParallelState) -> dict[str, int]:
@@ -420,8 +431,7 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
         if loading.weights_only or cfg.no_load_optim:
             optimizer.reload_model_params()
         else:
-            named = optimizer.named_state()
-            state = schema.optimizer_state(named, model, mesh.tp, cfg.num_layers)
+            state = _optimizer_state(cfg, mesh, model, optimizer)
             stored = _stored(reader, lambda k: k.startswith(schema.OPTIMIZER_PREFIX))
             hint = "pass --no-load-optim or --finetune to load the weights alone"
             _check_tensors(loading, state, stored, "the optimizer", hint)

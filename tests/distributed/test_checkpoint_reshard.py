@@ -55,6 +55,7 @@ class Moments:
 
     def __init__(self, model):
         self.model = model
+        self.owned_ranges = {}
         self.step = 0
         self.state = {
             name: {"param": p.detach().float(), "exp_avg": torch.zeros(p.shape)}
