@@ -112,15 +112,6 @@ LAUNCHER_FLAGS = (
 
 # Exact flag to (why, fix).
 REFUSED: dict[str, tuple[str, str]] = {
-    "--main-grads-dtype": (
-        "Gradients are added up in float32 here",
-        "Remove it; --grad-reduce-in-bf16 halves what is sent",
-    ),
-    "--main-params-dtype": ("Masters are float32 here", "Remove it"),
-    "--num-distributed-optimizer-instances": (
-        "All replicas share one optimizer state in this release",
-        "Remove it",
-    ),
     "--async-save": ("Saving blocks the run in this release", "Remove it"),
     "--use-persistent-ckpt-worker": ("It belongs to --async-save", "Remove both"),
     "--async-strategy": ("It belongs to --async-save", "Remove both"),
@@ -152,7 +143,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "Use --config, whose keys are flag names with underscores",
     ),
     "--disable-gloo-process-groups": ("Small CPU messages travel over gloo", "Remove it"),
-    "--grad-reduce-in-bf16": ("Gradients are summed in fp32 here", "Remove it"),
     "--no-pad-vocab-size": (
         "Every rank holds the same number of vocabulary rows",
         "Use --make-vocab-size-divisible-by 1",
@@ -224,15 +214,16 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
     (r"context-parallel|hierarchical-context|hybrid-context|cp-comm", "Context parallelism is", ""),
     (
         r".*fsdp|outer-dp|data-parallel-sharding|ddp-|num-distributed-opt",
-        "Sharded data parallelism is",
-        "",
+        "That form of data parallelism is",
+        "Use --use-distributed-optimizer, which shares the optimizer among all replicas",
     ),
     (r".*offload", "Offloading to host memory is", ""),
     (
-        r"muon-|lion-|soap-|.*precision-aware|main-.*-dtype|exp-avg",
-        "That optimizer is",
-        "Use --optimizer adam or sgd",
+        r"main-.*-dtype",
+        "Gradients or masters in another type than float32 are",
+        "Use --grad-reduce-in-bf16, --exp-avg-dtype and --exp-avg-sq-dtype to save memory and time",
     ),
+    (r"muon-|lion-|soap-", "That optimizer is", "Use --optimizer adam or sgd"),
     (r"tp-comm-", "Overlapped communication is", "Remove it; the result is the same"),
     (
         r"non-persistent|async-|ckpt-convert|.*-ckpt-.*|ckpt-|replication|verify-integrity",
@@ -274,6 +265,8 @@ REFUSED_VALUES: dict[tuple[str, str], tuple[str, str]] = {
         "Custom quantizers are not in this release",
         "Use --fp8-recipe delayed or tensorwise",
     ),
+    ("exp_avg_dtype", "fp8"): ("Moments of 8 bits are not in this release", "Use bf16 or fp16"),
+    ("exp_avg_sq_dtype", "fp8"): ("Moments of 8 bits are not in this release", "Use bf16 or fp16"),
     ("transformer_impl", "inference_optimized"): (
         "This project trains",
         "Use --transformer-impl auto, native or transformer_engine",

@@ -128,20 +128,16 @@ def batch_fills_the_replicas(c: Draft) -> Iterator[Problem]:
 @rule
 def param_gather_has_an_optimizer_and_reduced_gradients(c: Draft) -> Iterator[Problem]:
     """--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce."""
-    needed = {
-        "use_distributed_optimizer": "Otherwise every replica updates all parameters itself, and "
-        "there is nothing to gather",
-        "overlap_grad_reduce": "Gathering goes by the buckets of gradients, and overlapping one "
-        "of both only moves the waiting to the other",
-    }
-    for name, why in needed.items():
-        if c.overlap_param_gather and not c.values[name]:
-            yield Problem(
-                ("--overlap-param-gather", flag_of(name)),
-                f"--overlap-param-gather without {flag_of(name)}",
-                why,
-                f"Add {flag_of(name)}, or remove --overlap-param-gather",
-            )
+    needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+    missing = [flag_of(name) for name in needed if not c.values[name]]
+    if c.overlap_param_gather and missing:
+        yield Problem(
+            ("--overlap-param-gather", *missing),
+            "--overlap-param-gather alone",
+            "It fetches what a distributed optimizer updated on other replicas, bucket by bucket "
+            "as gradients are reduced",
+            f"Add {' and '.join(missing)}, or remove --overlap-param-gather",
+        )
 
 
 @rule

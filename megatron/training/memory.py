@@ -65,9 +65,10 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
     """Estimate what one rank needs, in bytes: (weights and optimizer, activations).
 
     Weights and optimizer: 18 bytes a parameter (BF16 weight, FP32 gradient, master and two Adam
-    moments); the distributed optimizer spreads 12 of them over the replicas. Activations of a layer with sequence parallelism and a recomputed attention core:
-    s b h (18 + 4 f / h); otherwise s b h (10 + 24 / tp). Source: Korthikanti et al., "Reducing
-    Activation Recomputation in Large Transformer Models", 2022.
+    moments); the distributed optimizer spreads 12 of them over the replicas. Activations of a
+    layer with sequence parallelism and a recomputed attention core: s b h (18 + 4 f / h);
+    otherwise s b h (10 + 24 / tp). Source: Korthikanti et al., "Reducing Activation Recomputation
+    in Large Transformer Models", 2022.
     """
     tp = cfg.tensor_model_parallel_size
     replicas = cfg.data_parallel_size if cfg.use_distributed_optimizer else 1

@@ -65,6 +65,9 @@ class Moments:
     def named_state(self):
         return iter(self.state.items())
 
+    def loadable_state(self):
+        return self.named_state()
+
     def scalars(self):
         return {"step": self.step}
 
@@ -75,6 +78,9 @@ class Moments:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(self.state[name]["param"])
+
+    def finish_load(self):
+        self.write_model_params()
 
     def reload_model_params(self):
         for name, p in self.model.named_parameters():

@@ -8,9 +8,12 @@ import torch
 
 from megatron.config import RunConfig
 from megatron.core.mesh import ParallelState
+from megatron.core.optimizer.compact import CompactAdamW
 from megatron.core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from megatron.core.optimizer.lr import LrSchedule, ParamScheduler, WdSchedule
 from megatron.core.optimizer.mixed import MixedPrecisionOptimizer, ParamShards, Slot
+
+_MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _slots(model: torch.nn.Module, shards: ParamShards | None) -> list[Slot]:
@@ -61,6 +64,12 @@ def _adam(cfg: RunConfig, groups: list[dict[str, Any]], on_cuda: bool) -> torch.
         "eps": cfg.adam_eps,
         "weight_decay": cfg.weight_decay,
     }
+    if cfg.use_precision_aware_optimizer:
+        dtypes = {
+            "exp_avg": _MOMENT_DTYPES[cfg.exp_avg_dtype],
+            "exp_avg_sq": _MOMENT_DTYPES[cfg.exp_avg_sq_dtype],
+        }
+        return CompactAdamW(groups, dtypes=dtypes, **common)
     apex = _apex_adam() if on_cuda else None
     inner: torch.optim.Optimizer
     if apex is not None:

@@ -25,6 +25,7 @@ from megatron.core.optimizer.clip import (
     counted,
     global_norm,
 )
+from megatron.core.optimizer.compact import MOMENTS, CompactAdamW
 from megatron.core.optimizer.loss_scale import LossScale
 from megatron.core.shards import FlatRange
 
@@ -64,7 +65,7 @@ class ParamShards(Protocol):
         """Fetch what other ranks updated."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
     """One parameter, its name and its fp32 master (the parameter itself when it is fp32).
 
@@ -136,6 +137,8 @@ class MixedPrecisionOptimizer:
     ) -> None:
         self.slots = list(slots)
         self.inner = inner
+        self._compact = inner if isinstance(inner, CompactAdamW) else None
+        self._loading: dict[tuple[Slot, str], torch.Tensor] = {}
         self.loss_scale = loss_scale
         self._loss_divisor = loss_divisor
         self._mesh = mesh
@@ -252,16 +255,42 @@ class MixedPrecisionOptimizer:
         return {s.name: s.owned for s in self.slots if s.owned is not None}
 
     def named_state(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Yield every parameter's name with its live fp32 tensors.
+        """Yield every parameter's name with its tensors, to be read.
 
-        ``param`` is the master; the others (``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer``)
-        have the same local shape, which is flat for the names in `owned_ranges`. Writing into them is how a checkpoint is loaded; call
-        `write_model_params` afterwards.
+        ``param`` is the fp32 master; the others (``exp_avg``, ``exp_avg_sq`` or
+        ``momentum_buffer``) have the same local shape, which is flat for names in `owned_ranges`.
+        They are live, except that moments stored with a scale are fp32 copies.
         """
         for slot in self.slots:
-            state = self.inner.state[slot.master]
-            tensors = {key: state[key] for key in _TENSOR_STATE if key in state}
-            yield slot.name, {"param": slot.master.detach(), **tensors}
+            yield slot.name, self._tensors(slot)
+
+    def loadable_state(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """Yield what `named_state` does, to be written into; call `finish_load` afterwards."""
+        self._loading = {}
+        for slot in self.slots:
+            tensors = self._tensors(slot)
+            self._loading.update({(slot, k): tensors[k] for k in self._scaled_kinds(slot)})
+            yield slot.name, tensors
+
+    def finish_load(self) -> None:
+        """Take over what was written into `loadable_state`, the model's parameters included."""
+        for (slot, kind), tensor in self._loading.items():
+            if self._compact is not None:
+                self._compact.set_moment(slot.master, kind, tensor)
+        self._loading = {}
+        self.write_model_params()
+
+    def _tensors(self, slot: Slot) -> dict[str, torch.Tensor]:
+        state = self.inner.state[slot.master]
+        tensors = {key: state[key] for key in _TENSOR_STATE if key in state}
+        for kind in self._scaled_kinds(slot):
+            if self._compact is not None:
+                tensors[kind] = self._compact.moment(slot.master, kind)
+        return {"param": slot.master.detach(), **tensors}
+
+    def _scaled_kinds(self, slot: Slot) -> list[str]:
+        compact = self._compact
+        return [k for k in MOMENTS if compact is not None and compact.is_scaled(slot.master, k)]
 
     def scalars(self) -> dict[str, Any]:
         """Return the step count and the loss scale's state as plain values."""
