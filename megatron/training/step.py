@@ -60,7 +60,7 @@ class TrainStep:
         self._batch_size = int(cfg.global_batch_size)
         # FP16 overflows on purpose while the loss scale is found, so it always skips.
         self._skip_non_finite = bool(cfg.check_for_nan_in_loss_and_grad or cfg.fp16)
-        self._runner = Runner(self, self._root_gradient, self._before_backward)
+        self._runner = Runner(self, self._root_gradient, before_backward=self._before_backward)
         self._actions = generate(cfg.num_microbatches, num_stages=cfg.pipeline_model_parallel_size)[
             self._mesh.pp.rank
         ]

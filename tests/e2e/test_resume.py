@@ -26,6 +26,13 @@ PRECISIONS = {"bf16": [], "delayed": DELAYED, "tensorwise": [*FP8, "tensorwise"]
 LAYOUTS = {
     "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "dp2": [],
+    "dp2 sharded": [
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--ddp-num-buckets",
+        "3",
+    ],
     "dp2 own scales": ["--fp8-amax-reduction", "tp"],
 }
 
@@ -56,7 +63,7 @@ def assert_same(first, second):
 
 
 CASES = [(p, layout) for p in PRECISIONS for layout in ("tp2", "dp2")]
-CASES.append(("delayed", "dp2 own scales"))
+CASES += [("delayed", "dp2 own scales"), ("bf16", "dp2 sharded"), ("delayed", "dp2 sharded")]
 
 
 @pytest.mark.parametrize(("precision", "layout"), CASES)
@@ -111,6 +118,8 @@ def flags_of(precision, layout):
         (("single", 1), ("tp2", 2)),
         (("dp2", 2), ("tp2", 2)),
         (("tp2", 2), ("dp2", 2)),
+        (("dp2 sharded", 2), ("tp2", 2)),
+        (("tp2", 2), ("dp2 sharded", 2)),
     ],
     ids=lambda layout: layout[0],
 )
