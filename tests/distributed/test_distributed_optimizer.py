@@ -160,9 +160,14 @@ def test_plain_sgd_has_the_scale_of_one_process():
         assert_close(run(world, **sgd, **ZERO, **BUCKETS, **extra), single, 2e-6, 2e-5)
 
 
-def test_fp8_with_delayed_scaling():
-    plain = run(2, clip_grad=0.0, steps=4, **DELAYED)
-    ours = run(2, clip_grad=0.0, steps=4, **DELAYED, **ZERO, **BUCKETS, **OVERLAP)
+@pytest.mark.parametrize(
+    "precision",
+    [DELAYED, {**BF16, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}],
+    ids=["delayed", "tensorwise"],
+)
+def test_fp8_weights_are_quantized_anew_after_gathering(precision):
+    plain = run(2, clip_grad=0.0, steps=4, **precision)
+    ours = run(2, clip_grad=0.0, steps=4, **precision, **ZERO, **BUCKETS, **OVERLAP)
     assert [s[0] for s in ours[0]] == [s[0] for s in plain[0]]
     assert distance(ours, plain) == 0
 
