@@ -166,8 +166,9 @@ def test_plain_sgd_has_the_scale_of_one_process():
     ids=["delayed", "tensorwise"],
 )
 def test_fp8_weights_are_quantized_anew_after_gathering(precision):
+    """In one bucket most weights belong to one rank, and the other only receives them."""
     plain = run(2, clip_grad=0.0, steps=4, **precision)
-    ours = run(2, clip_grad=0.0, steps=4, **precision, **ZERO, **BUCKETS, **OVERLAP)
+    ours = run(2, clip_grad=0.0, steps=4, **precision, **ZERO, **OVERLAP)
     assert [s[0] for s in ours[0]] == [s[0] for s in plain[0]]
     assert distance(ours, plain) == 0
 

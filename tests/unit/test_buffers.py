@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, buffers
 from megatron.core.distributed.buffers import GradBuffer, default_bucket_size, plan_layout
 from megatron.core.errors import MegatronError
 from megatron.core.mesh import Axis
@@ -109,6 +109,32 @@ def test_gathering_bumps_versions_even_on_one_rank():
     assert all(p._version > v for p, v in zip(module.parameters(), before, strict=True))
 
 
+class Late:
+    """A gathering whose data arrive only when somebody waits for them."""
+
+    def __init__(self, out):
+        self.out = out
+
+    def wait(self):
+        self.out.fill_(2.0)
+
+
+def test_modules_wait_for_their_own_parameters(monkeypatch):
+    monkeypatch.setattr(buffers, "start_all_gather", lambda out, x, axis: Late(out))
+    module = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    ddp = DistributedDataParallel(
+        module, axis(2), sharded=True, bucket_size=1, overlap_reduce=True, overlap_gather=True
+    )
+    ddp.gather_params()
+    arrived = [p.eq(2.0).all().item() for p in module.parameters()]
+    assert arrived == [False] * 3
+    assert torch.equal(module[1](torch.ones(1, 3)), torch.full((1, 3), 6.0))
+    arrived = [p.eq(2.0).all().item() for p in module.parameters()]
+    assert arrived == [False, True, False]
+    ddp.finish_param_sync()
+    assert all(p.eq(2.0).all() for p in module.parameters())
+
+
 def test_number_of_buckets():
     module = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(8)))
     (buffer,) = DistributedDataParallel(module, axis(1), num_buckets=4).buffers_by_axis
@@ -117,8 +143,8 @@ def test_number_of_buckets():
 
 def test_parameters_of_different_types_lie_apart():
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).bfloat16())
-    buffers = DistributedDataParallel(module, axis(1), sharded=True).buffers_by_axis
-    assert [b.params[0].dtype for b in buffers] == [torch.float32, torch.bfloat16]
+    found = DistributedDataParallel(module, axis(1), sharded=True).buffers_by_axis
+    assert [b.params[0].dtype for b in found] == [torch.float32, torch.bfloat16]
 
 
 def test_buckets_start_in_order_and_only_in_the_last_backward(monkeypatch):
