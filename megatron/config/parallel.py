@@ -37,6 +37,29 @@ class ParallelConfig:
         False,
         help="Split sequences over the TP ranks outside the linear layers; off at TP 1.",
     )
+    use_distributed_optimizer: bool = field(
+        False,
+        help="Spread masters and moments of the optimizer over the replicas (ZeRO-1).",
+    )
+    overlap_grad_reduce: bool = field(
+        False,
+        help="Sum a bucket of gradients as soon as the last backward pass has completed it.",
+    )
+    overlap_param_gather: bool = field(
+        False,
+        help="Fetch updated parameters during the next forward pass (distributed optimizer).",
+    )
+    grad_reduce_in_bf16: bool = field(
+        False, help="Send gradients in bfloat16; microbatches are still added up in float32."
+    )
+    ddp_bucket_size: int | None = field(
+        help="Gradients that are summed in one collective.",
+        units="elements",
+        fallback="max(40000000, 1000000 * replicas), or by --ddp-num-buckets",
+    )
+    ddp_num_buckets: int | None = field(
+        help="About how many collectives sum all gradients, instead of --ddp-bucket-size."
+    )
     distributed_backend: str = field(
         "auto",
         choices=("auto", "nccl", "gloo"),

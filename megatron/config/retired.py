@@ -71,6 +71,9 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--use-cpu-initialization": (ANY, "initial weights are the same for every TP size"),
     "--te-rng-tracker": (ANY, "random streams are counters, safe to replay"),
     "--softmax-type": (("vanilla",), _ALWAYS),
+    "--main-grads-dtype": (("fp32",), _ALWAYS),
+    "--main-params-dtype": (("fp32",), _ALWAYS),
+    "--num-distributed-optimizer-instances": (("1",), _ALWAYS),
     "--cuda-graph-impl": (("none",), _ALWAYS),
     "--use-tp-pp-dp-mapping": (ANY, "no effect at --pipeline-model-parallel-size 1"),
     "--no-overlap-p2p-communication": (ANY, "no effect at --pipeline-model-parallel-size 1"),
@@ -108,18 +111,6 @@ LAUNCHER_FLAGS = (
 
 # Exact flag to (why, fix).
 REFUSED: dict[str, tuple[str, str]] = {
-    "--use-distributed-optimizer": (
-        "Sharding the optimizer over replicas is not in this release",
-        "Remove it; every replica keeps the whole optimizer state",
-    ),
-    "--overlap-grad-reduce": (
-        "Gradients are reduced after the last microbatch in this release",
-        "Remove it; the result is the same",
-    ),
-    "--overlap-param-gather": (
-        "There is no distributed optimizer whose parameters could be gathered",
-        "Remove it",
-    ),
     "--async-save": ("Saving blocks the run in this release", "Remove it"),
     "--use-persistent-ckpt-worker": ("It belongs to --async-save", "Remove both"),
     "--async-strategy": ("It belongs to --async-save", "Remove both"),
@@ -151,7 +142,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "Use --config, whose keys are flag names with underscores",
     ),
     "--disable-gloo-process-groups": ("Small CPU messages travel over gloo", "Remove it"),
-    "--grad-reduce-in-bf16": ("Gradients are summed in fp32 here", "Remove it"),
     "--no-pad-vocab-size": (
         "Every rank holds the same number of vocabulary rows",
         "Use --make-vocab-size-divisible-by 1",
@@ -223,15 +213,16 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r".*fsdp|outer-dp|data-parallel-sharding|ddp-|num-distributed-opt",
-        "Sharded data parallelism is",
-        "",
+        "That form of data parallelism is",
+        "Use --use-distributed-optimizer, which shares the optimizer among all replicas",
     ),
     (r".*offload", "Offloading to host memory is", ""),
     (
-        r"muon-|lion-|soap-|.*precision-aware|main-.*-dtype|exp-avg",
-        "That optimizer is",
-        "Use --optimizer adam or sgd",
+        r"main-.*-dtype",
+        "Gradients or masters in another type than float32 are",
+        "Use --grad-reduce-in-bf16, --exp-avg-dtype and --exp-avg-sq-dtype to save memory and time",
     ),
+    (r"muon-|lion-|soap-", "That optimizer is", "Use --optimizer adam or sgd"),
     (r"tp-comm-", "Overlapped communication is", "Remove it; the result is the same"),
     (
         r"non-persistent|async-|ckpt-convert|.*-ckpt-.*|ckpt-|replication|verify-integrity",
@@ -277,6 +268,8 @@ REFUSED_VALUES: dict[tuple[str, str], tuple[str, str]] = {
         "Two levels of context parallelism are not in this release",
         "Use --cp-comm-type p2p, all_gather or a2a",
     ),
+    ("exp_avg_dtype", "fp8"): ("Moments of 8 bits are not in this release", "Use bf16 or fp16"),
+    ("exp_avg_sq_dtype", "fp8"): ("Moments of 8 bits are not in this release", "Use bf16 or fp16"),
     ("transformer_impl", "inference_optimized"): (
         "This project trains",
         "Use --transformer-impl auto, native or transformer_engine",

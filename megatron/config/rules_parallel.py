@@ -180,6 +180,42 @@ def batch_fills_the_replicas(c: Draft) -> Iterator[Problem]:
 
 
 @rule
+def param_gather_has_an_optimizer_and_reduced_gradients(c: Draft) -> Iterator[Problem]:
+    """--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce."""
+    needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+    missing = [flag_of(name) for name in needed if not c.values[name]]
+    if c.overlap_param_gather and missing:
+        yield Problem(
+            ("--overlap-param-gather", *missing),
+            "--overlap-param-gather alone",
+            "It fetches what a distributed optimizer updated on other replicas, bucket by bucket "
+            "as gradients are reduced",
+            f"Add {' and '.join(missing)}, or remove --overlap-param-gather",
+        )
+
+
+@rule
+def buckets_have_a_size(c: Draft) -> Iterator[Problem]:
+    """--ddp-bucket-size and --ddp-num-buckets are at least 1, and only one of them is given."""
+    names = ("ddp_bucket_size", "ddp_num_buckets")
+    for name in names:
+        if c.values[name] is not None and c.values[name] < 1:
+            yield Problem(
+                (flag_of(name),),
+                c.values[name],
+                "Gradients travel in at least one bucket, which holds at least one of them",
+                "Give 1 or more, or leave it out",
+            )
+    if c.was_given(*names[:1]) and c.was_given(*names[1:]):
+        yield Problem(
+            tuple(flag_of(name) for name in names),
+            f"{c.ddp_bucket_size} and {c.ddp_num_buckets}",
+            "The size of a bucket follows from the number of buckets",
+            "Remove one",
+        )
+
+
+@rule
 def backend_fits_the_device(c: Draft) -> Iterator[Problem]:
     """--distributed-backend nccl needs CUDA."""
     if c.device == "cpu" and c.distributed_backend == "nccl":

@@ -165,6 +165,29 @@ def weight_decay_schedule_is_whole(c: Draft) -> Iterator[Problem]:
 
 
 @rule
+def moments_belong_to_adam(c: Draft) -> Iterator[Problem]:
+    """--use-precision-aware-optimizer is for Adam, and types of moments need it."""
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype")
+    if c.use_precision_aware_optimizer:
+        if c.optimizer != "adam":
+            yield Problem(
+                ("--use-precision-aware-optimizer", "--optimizer"),
+                c.optimizer,
+                "It chooses the types of Adam's moments",
+                "Use --optimizer adam, or remove --use-precision-aware-optimizer",
+            )
+        return
+    for name in names:
+        if c.values[name] != "fp32":
+            yield Problem(
+                (flag_of(name), "--use-precision-aware-optimizer"),
+                c.values[name],
+                "Moments are float32 without --use-precision-aware-optimizer",
+                f"Add --use-precision-aware-optimizer, or remove {flag_of(name)}",
+            )
+
+
+@rule
 def loss_scaling_needs_fp16(c: Draft) -> Iterator[Problem]:
     """Loss-scale settings are given only with --fp16, and are ordered."""
     names = (

@@ -94,6 +94,19 @@ class TrainingConfig:
     adam_beta1: float = field(0.9, help="Adam: decay of the mean of gradients.")
     adam_beta2: float = field(0.999, help="Adam: decay of the mean of squared gradients.")
     adam_eps: float = field(1e-8, help="Adam: added to the denominator.")
+    use_precision_aware_optimizer: bool = field(
+        False, help="Adam: keep moments in the types of --exp-avg-dtype and --exp-avg-sq-dtype."
+    )
+    exp_avg_dtype: str = field(
+        "fp32",
+        choices=("fp32", "bf16", "fp16"),
+        help="Precision-aware Adam: type of the mean of gradients.",
+    )
+    exp_avg_sq_dtype: str = field(
+        "fp32",
+        choices=("fp32", "bf16", "fp16"),
+        help="Precision-aware Adam: type of the mean of squared gradients.",
+    )
     sgd_momentum: float = field(0.9, help="SGD: momentum.")
     clip_grad: float = field(1.0, help="Largest global gradient norm; 0 switches clipping off.")
 

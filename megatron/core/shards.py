@@ -14,6 +14,7 @@ A parameter without attributes is replicated, gradient included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -50,6 +51,60 @@ class Rectangle:
             slice(start, start + extent)
             for start, extent in zip(self.offset, self.shape, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """Elements `start` to `stop` of a rank's local tensor, counted row by row."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many elements."""
+        return self.stop - self.start
+
+    def rectangles(self, shape: tuple[int, ...]) -> list[Rectangle]:
+        """Cut the range into blocks of a tensor of `shape`.
+
+        A range may begin and end in the middle of a row: of a matrix it is at most the end of one
+        row, whole rows, and the beginning of another.
+
+        Returns:
+            Blocks in order. `local` is a slice of the range itself, whose elements have the block's
+            shape when viewed so; `offset` is the place in the tensor of `shape`.
+        """
+        return [
+            Rectangle((slice(begin, begin + math.prod(extents)),), offset, extents)
+            for begin, offset, extents in _blocks(self.start, self.stop, shape, 0)
+        ]
+
+
+def _blocks(
+    start: int, stop: int, shape: tuple[int, ...], begin: int
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield (position in the range, offset, extents) of the blocks of a flat range."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield begin, (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    first_whole, last_whole = -(-start // row), stop // row
+    if first_whole > last_whole:  # inside one row
+        edges = [(last_whole, start, stop)]
+    else:
+        edges = [(first_whole - 1, start, first_whole * row), (last_whole, last_whole * row, stop)]
+    for number, (index, low, high) in enumerate(edges):
+        if number == 1 and last_whole > first_whole:
+            extents = (last_whole - first_whole, *shape[1:])
+            yield begin + first_whole * row - start, (first_whole, *(0,) * len(shape[1:])), extents
+        base = index * row
+        for place, offset, extents in _blocks(
+            low - base, high - base, shape[1:], begin + low - start
+        ):
+            yield place, (index, *offset), (1, *extents)
 
 
 def mark_sharded(param: torch.Tensor, dim: int, stride: int = 1) -> None:

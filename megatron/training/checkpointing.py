@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.shard import Sharded, whole
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import ParallelState
+from megatron.core.shards import FlatRange
 from megatron.training import checkpoint_config, random_state
 from megatron.training.progress import Progress
 
@@ -36,16 +37,23 @@ class Optimizer(Protocol):
     """What a checkpoint needs of an optimizer."""
 
     def named_state(self) -> Any:
-        """Yield (parameter name, kind -> live local tensor)."""
+        """Yield (parameter name, kind -> local tensor), to be read."""
+
+    def loadable_state(self) -> Any:
+        """Yield the same to be written into."""
+
+    def finish_load(self) -> None:
+        """Take over what was written, and round the masters into the model's parameters."""
+
+    @property
+    def owned_ranges(self) -> Mapping[str, FlatRange]:
+        """Which elements flat tensors of ``named_state`` hold, by parameter name."""
 
     def scalars(self) -> dict[str, Any]:
         """Return step counts and loss scale as plain values."""
 
     def load_scalars(self, values: Mapping[str, Any]) -> None:
         """Take over what ``scalars`` returned."""
-
-    def write_model_params(self) -> None:
-        """Round the masters into the model's parameters."""
 
     def reload_model_params(self) -> None:
         """Take the masters from the model's parameters."""
@@ -131,8 +139,8 @@ def save_checkpoint(
     tensors = schema.model_state(bare, mesh.tp, cfg.num_layers)
     blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
     if optimizer is not None and not cfg.no_save_optim:
-        named = optimizer.named_state()
-        tensors.update(schema.optimizer_state(named, bare, mesh.tp, cfg.num_layers))
+        named, owned = optimizer.named_state(), optimizer.owned_ranges
+        tensors.update(schema.optimizer_state(named, bare, mesh.tp, cfg.num_layers, owned))
     tree, fp8_tensors = _split_tree(fp8.state_dict() if fp8 else {}, _fp8_prefix(cfg, mesh))
     tensors.update({k: whole(t) for k, t in fp8_tensors.items()})
     if mesh.pp.size > 1:  # each stage knows its own layers only
@@ -420,13 +428,13 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
         if loading.weights_only or cfg.no_load_optim:
             optimizer.reload_model_params()
         else:
-            named = optimizer.named_state()
-            state = schema.optimizer_state(named, model, mesh.tp, cfg.num_layers)
+            named, owned = optimizer.loadable_state(), optimizer.owned_ranges
+            state = schema.optimizer_state(named, model, mesh.tp, cfg.num_layers, owned)
             stored = _stored(reader, lambda k: k.startswith(schema.OPTIMIZER_PREFIX))
             hint = "pass --no-load-optim or --finetune to load the weights alone"
             _check_tensors(loading, state, stored, "the optimizer", hint)
             num_bytes += loading.peers.attempt(lambda: reader.load(state))
-            optimizer.write_model_params()
+            optimizer.finish_load()
             counts += f", {len(state)} optimizer tensors"
     loading.note(f"  loaded {counts}, {num_bytes / 1e6:.1f} MB on this rank, 0 missing")
 

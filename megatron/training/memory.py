@@ -65,12 +65,14 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
     """Estimate what one rank needs, in bytes: (weights and optimizer, activations).
 
     Weights and optimizer: 18 bytes a parameter (BF16 weight, FP32 gradient, master and two Adam
-    moments). Activations of a layer with sequence parallelism and a recomputed attention core:
-    s b h (18 + 4 f / h); otherwise s b h (10 + 24 / tp). Source: Korthikanti et al., "Reducing
-    Activation Recomputation in Large Transformer Models", 2022.
+    moments); the distributed optimizer spreads 12 of them over the replicas. Activations of a
+    layer with sequence parallelism and a recomputed attention core: s b h (18 + 4 f / h);
+    otherwise s b h (10 + 24 / tp). Source: Korthikanti et al., "Reducing Activation Recomputation
+    in Large Transformer Models", 2022.
     """
     tp = cfg.tensor_model_parallel_size
-    weights = 18.0 * count_parameters(cfg) / tp
+    replicas = cfg.data_parallel_size if cfg.use_distributed_optimizer else 1
+    weights = (6.0 + 12.0 / replicas) * count_parameters(cfg) / tp
     tokens = cfg.seq_length * cfg.micro_batch_size / cfg.context_parallel_size
     h = cfg.hidden_size
     if cfg.sequence_parallel and cfg.recompute_granularity == "selective":

@@ -115,9 +115,18 @@ def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
     """Build the model, its gradient buffers, the optimizer and the scheduler."""
     model, fp8, rng = build_gpt(cfg, runtime)
     ddp = DistributedDataParallel(
-        model, runtime.mesh.dp_cp, expert_dp_axis=runtime.mesh.edp, reduce_dtype=torch.float32
+        model,
+        runtime.mesh.dp_cp,
+        expert_dp_axis=runtime.mesh.edp,
+        reduce_dtype=torch.bfloat16 if cfg.grad_reduce_in_bf16 else torch.float32,
+        sharded=cfg.use_distributed_optimizer,
+        bucket_size=cfg.ddp_bucket_size,
+        num_buckets=cfg.ddp_num_buckets,
+        overlap_reduce=cfg.overlap_grad_reduce,
+        overlap_gather=cfg.overlap_param_gather,
     )
-    optimizer = build_optimizer(cfg, model, runtime.mesh)
+    shards = ddp if cfg.use_distributed_optimizer else None
+    optimizer = build_optimizer(cfg, model, runtime.mesh, shards)
     return Parts(model, ddp, optimizer, build_scheduler(cfg, optimizer), fp8, rng)
 
 

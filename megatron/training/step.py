@@ -15,7 +15,7 @@ from megatron.core.distributed.finalize import finalize_gradients
 from megatron.core.mesh import Axis
 from megatron.core.optimizer import StepResult
 from megatron.core.pipeline_parallel.runner import Runner
-from megatron.core.pipeline_parallel.schedule import generate
+from megatron.core.pipeline_parallel.schedule import Action, Op, generate
 from megatron.core.tensor_parallel.mappings import all_reduce_
 from megatron.training.initialize import Runtime
 from megatron.training.providers import Parts
@@ -61,10 +61,11 @@ class TrainStep:
         self._batch_size = int(cfg.global_batch_size)
         # FP16 overflows on purpose while the loss scale is found, so it always skips.
         self._skip_non_finite = bool(cfg.check_for_nan_in_loss_and_grad or cfg.fp16)
-        self._runner = Runner(self, self._root_gradient)
+        self._runner = Runner(self, self._root_gradient, before_backward=self._before_backward)
         self._actions = generate(cfg.num_microbatches, num_stages=cfg.pipeline_model_parallel_size)[
             self._mesh.pp.rank
         ]
+        self._last_backward = [a for a in self._actions if a.op is Op.B][-1]
         self.iteration, self._consumed = 0, 0
         # [tokens, loss] summed over this rank's microbatches, later over the whole batch.
         self._sums = torch.zeros(2, device=self._device)
@@ -107,6 +108,10 @@ class TrainStep:
     def _root_gradient(self) -> torch.Tensor | None:
         scale = self.parts.optimizer.backward_scale
         return None if scale == 1.0 else torch.tensor(scale, device=self._device)
+
+    def _before_backward(self, action: Action) -> None:
+        if action == self._last_backward:
+            self.parts.ddp.expect_last_backward()
 
     def sync_gradients(self) -> None:
         """Sum gradients, tokens and losses over the replicas and normalise by the tokens."""

@@ -329,6 +329,7 @@ class Trainer:
         if not self.config.save or self._saved_at == self.progress.iteration:
             return
         parts = self.parts
+        parts.ddp.finish_param_sync()
         if self._bad_steps and not parameters_are_finite(parts, self.mesh.world):
             last = self._last_good_checkpoint or "none"
             self._say(

@@ -55,6 +55,7 @@ class Moments:
 
     def __init__(self, model):
         self.model = model
+        self.owned_ranges = {}
         self.step = 0
         self.state = {
             name: {"param": p.detach().float(), "exp_avg": torch.zeros(p.shape)}
@@ -63,6 +64,9 @@ class Moments:
 
     def named_state(self):
         return iter(self.state.items())
+
+    def loadable_state(self):
+        return self.named_state()
 
     def scalars(self):
         return {"step": self.step}
@@ -74,6 +78,9 @@ class Moments:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(self.state[name]["param"])
+
+    def finish_load(self):
+        self.write_model_params()
 
     def reload_model_params(self):
         for name, p in self.model.named_parameters():

@@ -115,3 +115,42 @@ def use_facade(rank, world):
 
 def test_the_facade_makes_real_groups():
     assert run_ranks(use_facade, 4) == [(1, 0, 0, 0), (1, 1, 0, 0), (5, 0, 1, 2), (5, 1, 1, 2)]
+
+
+def sharded(rank, world, sizes, marks, overlap):
+    """Gradients by ranges: what each rank keeps, put together from all replicas."""
+    mesh = ParallelState.build(sizes, rank, world)
+    module = model_with(*marks)
+    ddp = DistributedDataParallel(
+        module, mesh.dp_cp, sharded=True, bucket_size=1, overlap_reduce=overlap
+    )
+    for param in module.parameters():
+        param.main_grad.copy_(rank_gradient(rank))
+    finalize_gradients(ddp, mesh, 1)
+    kept = {}
+    for name, param in module.named_parameters():
+        own = ddp.owned_range(param)
+        kept[name] = (own.start, ddp.summed_grad(param).clone().numpy())
+    return kept
+
+
+def joined(results, ranks, name):
+    parts = sorted((results[r][name] for r in ranks), key=lambda part: part[0])
+    return torch.cat([torch.from_numpy(values) for _, values in parts]).view(SHAPE)
+
+
+def test_sharded_gradients_of_partial_and_tied_parameters():
+    """A tied embedding on two stages: its copies are cut alike, so ranges can be summed."""
+    for overlap in (False, True):
+        results = run_ranks(sharded, 4, MeshSizes(4, pp=2), ("shared_embedding",), overlap)
+        for stage in ((0, 1), (2, 3)):
+            total = sum(rank_gradient(r) for r in range(4)) / 2
+            close(joined(results, stage, "shared_embedding"), total)
+            own = sum(rank_gradient(r) for r in stage) / 2
+            close(joined(results, stage, "plain"), own)
+        results = run_ranks(sharded, 4, MeshSizes(4, tp=2), ("sequence_parallel",), overlap)
+        for replicas in ((0, 2), (1, 3)):
+            total = sum(rank_gradient(r) for r in range(4)) / 2
+            close(joined(results, replicas, "sequence_parallel"), total)
+            own = sum(rank_gradient(r) for r in replicas) / 2
+            close(joined(results, replicas, "plain"), own)

@@ -26,6 +26,13 @@ PRECISIONS = {"bf16": [], "delayed": DELAYED, "tensorwise": [*FP8, "tensorwise"]
 LAYOUTS = {
     "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "dp2": [],
+    "dp2 sharded": [
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--ddp-num-buckets",
+        "3",
+    ],
     "dp2 own scales": ["--fp8-amax-reduction", "tp"],
     "cp2": ["--context-parallel-size", "2"],
     "cp2 own scales": ["--context-parallel-size", "2", "--fp8-amax-reduction", "tp"],
@@ -60,9 +67,10 @@ def assert_same(first, second):
 CASES = [(p, layout) for p in PRECISIONS for layout in ("tp2", "dp2")]
 CASES += [("delayed", "dp2 own scales"), ("bf16", "cp2")]
 CASES += [("delayed", "cp2"), ("delayed", "cp2 own scales")]
+CASES += [("bf16", "dp2 sharded"), ("delayed", "dp2 sharded")]
 
 
-@pytest.mark.parametrize(("precision", "layout"), CASES)
+@pytest.mark.parametrize(("precision", "layout"),CASES)
 def test_stop_and_go_is_bitwise(tmp_path, precision, layout):
     flags = [*PRECISIONS[precision], *LAYOUTS[layout]]
     straight = run(2, *flags, "--save", f"{tmp_path}/straight")
@@ -116,6 +124,8 @@ def flags_of(precision, layout):
         (("tp2", 2), ("dp2", 2)),
         (("cp2", 2), ("tp2", 2)),
         (("single", 1), ("cp2", 2)),
+        (("dp2 sharded", 2), ("tp2", 2)),
+        (("tp2", 2), ("dp2 sharded", 2)),
     ],
     ids=lambda layout: layout[0],
 )

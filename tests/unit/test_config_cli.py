@@ -127,7 +127,7 @@ class TestFlags:
         found = "\n".join(
             problems(
                 f"--config {overlay} --config {tmp_path}/none.yaml --bf16 --zebra"
-                " --moe-router-topk 2 --overlap-grad-reduce --lr fast"
+                " --moe-router-topk 2 --tp-comm-overlap --lr fast"
             )
         )
         for part in (
@@ -136,7 +136,7 @@ class TestFlags:
             "--fp16, --bf16",
             "--zebra",
             "--moe-router-topk",
-            "--overlap-grad-reduce",
+            "--tp-comm-overlap",
             "'fast'",
         ):
             assert part in found
@@ -182,7 +182,7 @@ class TestFiles:
             ("model:\n  num_layers: 3", ["model", "not nested"]),
             ("- 3", ["maps names to values"]),
             ("a: [", ["not YAML"]),
-            ("overlap_grad_reduce: true", ["--overlap-grad-reduce", "last microbatch"]),
+            ("tp_comm_overlap: true", ["--tp-comm-overlap", "matrix products"]),
             ("lr: fast", ["--lr", "'fast' in", "a.yaml"]),
             ("fp8_recipe: mxfp8\nfp8_format: hybrid", ["MXFP8"]),
             ("world_size: 3", ["follows from other settings"]),

@@ -74,9 +74,9 @@ def test_accepted_with_one_notice(line):
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        (("--use-distributed-optimizer",), ["optimizer", "not in this release"]),
-        (("--overlap-grad-reduce",), ["last microbatch"]),
-        (("--overlap-param-gather",), ["distributed optimizer"]),
+        (("--num-distributed-optimizer-instances", "2"), ["Only 1"]),
+        (("--main-grads-dtype", "bf16"), ["Only fp32"]),
+        (("--use-megatron-fsdp",), ["--use-distributed-optimizer"]),
         (("--async-save",), ["blocks"]),
         (("--moe-router-topk", "2"), ["got 2", "ixture-of-experts"]),
         (("--num-experts", "8"), ["ixture-of-experts"]),
@@ -112,11 +112,11 @@ def test_refused_with_the_reason(tokens, words):
 
 def test_arity_decides_what_a_refused_flag_swallows():
     with pytest.raises(ConfigError) as caught:
-        parse(["--overlap-grad-reduce", "stray", "--num-experts", "8", "9"])
+        parse(["--tp-comm-overlap", "stray", "--num-experts", "8", "9"])
     texts = [str(problem) for problem in caught.value.problems]
     assert [text.partition(":")[0] for text in texts] == [
         "stray",
-        "--overlap-grad-reduce",
+        "--tp-comm-overlap",
         "9",
         "--num-experts",
     ]

@@ -99,6 +99,40 @@ REFUSED = [
     ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size", ["not in this release"]),
     ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size", ["not in this release"]),
     ({"device": "cpu", "distributed_backend": "nccl"}, "--distributed-backend", ["gloo"]),
+    (
+        {"overlap_param_gather": True},
+        "--overlap-param-gather",
+        ["Add --use-distributed-optimizer and --overlap-grad-reduce"],
+    ),
+    (
+        {"overlap_param_gather": True, "use_distributed_optimizer": True},
+        "--overlap-param-gather",
+        ["Add --overlap-grad-reduce,"],
+    ),
+    (
+        {"overlap_param_gather": True, "overlap_grad_reduce": True},
+        "--overlap-param-gather",
+        ["Add --use-distributed-optimizer,"],
+    ),
+    ({"ddp_bucket_size": 0}, "--ddp-bucket-size", ["got 0", "at least one"]),
+    ({"ddp_num_buckets": 0}, "--ddp-num-buckets", ["got 0"]),
+    (
+        {"ddp_bucket_size": 10, "ddp_num_buckets": 2},
+        "--ddp-bucket-size",
+        ["10 and 2", "Remove one"],
+    ),
+    ({"exp_avg_dtype": "bf16"}, "--exp-avg-dtype", ["Add --use-precision-aware-optimizer"]),
+    ({"exp_avg_sq_dtype": "fp16"}, "--exp-avg-sq-dtype", ["Add --use-precision-aware"]),
+    (
+        {"exp_avg_dtype": "fp8", "use_precision_aware_optimizer": True},
+        "--exp-avg-dtype",
+        ["8 bits", "Use bf16 or fp16"],
+    ),
+    (
+        {"use_precision_aware_optimizer": True, "optimizer": "sgd"},
+        "--use-precision-aware-optimizer",
+        ["got sgd", "Use --optimizer adam"],
+    ),
     # duration and schedule
     ({"train_iters": 5, "train_samples": 50}, "--train-iters", ["Keep one of the two"]),
     ({"train_iters": 5, "lr_decay_samples": 50}, "--lr-decay-samples", ["Use --lr-decay-iters"]),

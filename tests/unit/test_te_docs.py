@@ -69,7 +69,7 @@ def test_flags_that_the_page_calls_accepted(flags):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--use-distributed-optimizer",
+        "--overlap-param-gather",
         "--num-experts 8",
         "--tp-comm-overlap",
         "--fp8-format hybrid --fp8-param-gather",

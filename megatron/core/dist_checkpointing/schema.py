@@ -12,14 +12,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.shard import Piece, Sharded, merge, stack_layer
+from megatron.core.dist_checkpointing.shard import Piece, Sharded, merge, overlap, stack_layer
 from megatron.core.mesh import Axis
-from megatron.core.shards import global_shape, local_rectangles
+from megatron.core.shards import FlatRange, Rectangle, global_shape, local_rectangles
 
 OPTIMIZER_PREFIX = "optimizer.state."
 COMMON_KEY = "common_state/shard_0_1"
@@ -63,7 +63,9 @@ def padded_dim(key: str) -> int | None:
     return 0 if key in _VOCABULARY else None
 
 
-def shard_like(tensor: Tensor, param: Tensor, key: str, tp: Axis) -> Sharded:
+def shard_like(
+    tensor: Tensor, param: Tensor, key: str, tp: Axis, owned: FlatRange | None = None
+) -> Sharded:
     """Describe ``tensor``, laid out like the parameter ``param``, as part of the global tensor.
 
     Args:
@@ -71,13 +73,38 @@ def shard_like(tensor: Tensor, param: Tensor, key: str, tp: Axis) -> Sharded:
         param: The parameter, whose attributes say how it is split.
         key: The stored key, which tells whether the first axis is a padded vocabulary.
         tp: The tensor-parallel axis.
+        owned: Which elements of the local parameter the flat ``tensor`` holds; None for all.
     """
-    pieces = [Piece(tensor.detach()[r.local], r.offset) for r in local_rectangles(param, tp)]
+    places = local_rectangles(param, tp)
+    if owned is None:
+        pieces = [Piece(tensor.detach()[r.local], r.offset) for r in places]
+    else:
+        pieces = list(_range_pieces(tensor.detach(), tuple(param.shape), owned, places))
     return Sharded(global_shape(param, tp.size), pieces, padded_dim(key))
 
 
+def _range_pieces(
+    flat: Tensor, shape: tuple[int, ...], owned: FlatRange, places: Sequence[Rectangle]
+) -> Iterator[Piece]:
+    """Cut a flat range of a local tensor into blocks of the global one."""
+    for block in owned.rectangles(shape):
+        values = flat[block.local].view(block.shape)
+        for place in places:
+            origin = [s.start for s in place.local]
+            common = overlap(block.offset, block.shape, origin, place.shape)
+            if common is not None:
+                start, extents = common
+                inside = zip(start, extents, block.offset, strict=True)
+                window = tuple(slice(s - o, s - o + n) for s, n, o in inside)
+                moved = zip(start, origin, place.offset, strict=True)
+                yield Piece(values[window], tuple(s - a + b for s, a, b in moved))
+
+
 def sharded_state(
-    tensors: Iterable[tuple[str, Tensor, Tensor]], tp: Axis, num_layers: int
+    tensors: Iterable[tuple[str, Tensor, Tensor]],
+    tp: Axis,
+    num_layers: int,
+    owned: Mapping[str, FlatRange] | None = None,
 ) -> dict[str, Sharded]:
     """Describe a set of per-parameter tensors under their stored keys.
 
@@ -85,6 +112,7 @@ def sharded_state(
         tensors: (module name, values, parameter that says how they are split).
         tp: The tensor-parallel axis.
         num_layers: Layers of the whole model, the extent of the layer axis.
+        owned: Which elements a flat tensor holds, by module name.
 
     Returns:
         Stored key -> blocks, the layers of a stack joined.
@@ -95,7 +123,7 @@ def sharded_state(
     parts: dict[str, list[Sharded]] = {}
     for name, tensor, param in tensors:
         place = address(name)
-        shard = shard_like(tensor, param, place.key, tp)
+        shard = shard_like(tensor, param, place.key, tp, (owned or {}).get(name))
         if place.layer is not None:
             shard = stack_layer(shard, place.layer, num_layers)
         parts.setdefault(place.key, []).append(shard)
@@ -113,6 +141,7 @@ def optimizer_state(
     model: nn.Module,
     tp: Axis,
     num_layers: int,
+    owned: Mapping[str, FlatRange] | None = None,
 ) -> dict[str, Sharded]:
     """Describe the optimizer's tensors.
 
@@ -121,6 +150,7 @@ def optimizer_state(
         model: The bare model, for the layout of each parameter.
         tp: The tensor-parallel axis.
         num_layers: Layers of the whole model.
+        owned: Which elements of a parameter its tensors hold, by name; they are flat then.
     """
     params = dict(model.named_parameters())
     by_kind: dict[str, list[tuple[str, Tensor, Tensor]]] = {}
@@ -130,7 +160,7 @@ def optimizer_state(
     return {
         optimizer_key(kind, key): shard
         for kind, tensors_of_kind in by_kind.items()
-        for key, shard in sharded_state(tensors_of_kind, tp, num_layers).items()
+        for key, shard in sharded_state(tensors_of_kind, tp, num_layers, owned).items()
     }
 
 

@@ -1,54 +1,296 @@
-"""One contiguous fp32 buffer for the gradients of many parameters."""
+"""Contiguous buffers for gradients and, when they are sharded, for parameters.
+
+The parameters of a buffer are summed over the same ranks. They lie in reverse order, which is
+roughly the order in which backward finishes them, and are cut into buckets, each of which is one
+collective. With sharding every rank owns one contiguous range of every bucket: the gradients are
+reduced into it, the optimizer updates it, and the parameters are gathered from all ranges. A range
+may begin and end in the middle of a parameter.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from megatron.core.errors import MegatronError, complaint
 from megatron.core.mesh import Axis
-from megatron.core.tensor_parallel.mappings import all_reduce_
+from megatron.core.shards import FlatRange
+from megatron.core.tensor_parallel.mappings import (
+    Pending,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+
+# So that no two parameters share a cache line, and vectorized arithmetic meets the same elements
+# together whoever owns them.
+_PARAM_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+
+
+def default_bucket_size(num_ranks: int) -> int:
+    """Return the elements of a bucket: enough that latency does not matter on many ranks."""
+    return max(40_000_000, 1_000_000 * num_ranks)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where parameters and buckets lie in a buffer.
+
+    Attributes:
+        offsets: First element of each parameter, in buffer order.
+        buckets: (first element, end, first parameter, end of parameters) of each bucket.
+        elements: Length of the buffer, padding included.
+    """
+
+    offsets: tuple[int, ...]
+    buckets: tuple[tuple[int, int, int, int], ...]
+    elements: int
+
+
+def plan_layout(
+    sizes: Sequence[int],
+    bucket_size: int,
+    *,
+    num_shards: int | None = None,
+    alone: Sequence[bool] = (),
+) -> Layout:
+    """Place parameters one after the other and cut between them.
+
+    Args:
+        sizes: Elements of each parameter, in buffer order.
+        bucket_size: A bucket ends after the parameter with which it reaches this many elements.
+        num_shards: Ranks that share each bucket in equal ranges; None for no sharding, which needs
+            no padding.
+        alone: For each parameter whether it has a bucket to itself.
+    """
+    param_step = 1 if num_shards is None else _PARAM_ALIGNMENT
+    bucket_step = 1 if num_shards is None else math.lcm(num_shards, _BUCKET_ALIGNMENT)
+    offsets: list[int] = []
+    buckets: list[tuple[int, int, int, int]] = []
+    position = start = first = 0
+    for index, size in enumerate(sizes):
+        lone = bool(alone) and alone[index]
+        if lone and index > first:
+            position = _round_up(position, bucket_step)
+            buckets.append((start, position, first, index))
+            start, first = position, index
+        position = _round_up(position, param_step)
+        offsets.append(position)
+        position += size
+        if lone or position - start >= bucket_size or index == len(sizes) - 1:
+            position = _round_up(position, bucket_step)
+            buckets.append((start, position, first, index + 1))
+            start, first = position, index + 1
+    return Layout(tuple(offsets), tuple(buckets), position)
+
+
+class Bucket:
+    """A range of a buffer that travels in one collective.
+
+    Args:
+        grads: The bucket's gradients, fp32 `[elements]`.
+        values: The bucket's parameters `[elements]` when they are sharded, else None.
+        params: The parameters in it.
+        axis: Ranks that share it.
+        reduce_dtype: Type of gradients on the wire.
+    """
+
+    def __init__(
+        self,
+        grads: torch.Tensor,
+        values: torch.Tensor | None,
+        params: Sequence[nn.Parameter],
+        axis: Axis,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.params = list(params)
+        self._grads, self._values = grads, values
+        self._axis, self._reduce_dtype = axis, reduce_dtype
+        self._own = _own_range(grads.numel(), axis) if values is not None else slice(None)
+        self._wire: torch.Tensor | None = None
+        self._reducing: Pending | None = None
+        self._gathering: Pending | None = None
+        self.missing = len(self.params)
+        self.is_launched = False
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether parameters are on their way, so that nobody may read them yet."""
+        return self._gathering is not None
+
+    def expect_gradients(self) -> None:
+        """Count again how many parameters' gradients are not there yet."""
+        self.missing, self.is_launched = len(self.params), False
+
+    def arrive(self) -> bool:
+        """Note that one more gradient is complete; return whether all are.
+
+        Raises:
+            MegatronError: The bucket is on its way already, so the gradient came too late.
+        """
+        if self.is_launched or self.missing == 0:
+            raise MegatronError(
+                complaint(
+                    "--overlap-grad-reduce",
+                    "a gradient after its bucket was reduced",
+                    "Gradients must be complete with the backward pass of the last microbatch",
+                    "Run no second backward pass after it, or leave the flag out",
+                )
+            )
+        self.missing -= 1
+        return self.missing == 0
+
+    def start_reduce(self) -> None:
+        """Start to sum the gradients over the ranks."""
+        self.is_launched = True
+        if self._axis.size == 1:
+            return
+        low = self._reduce_dtype != self._grads.dtype
+        self._wire = wire = self._grads.to(self._reduce_dtype) if low else self._grads
+        if self._values is None:
+            self._reducing = start_all_reduce(wire, self._axis)
+        else:
+            self._reducing = start_reduce_scatter(wire[self._own], wire, self._axis)
+
+    def finish_reduce(self) -> None:
+        """Wait for the sums; they are then in this rank's range."""
+        if self._reducing is not None:
+            self._reducing.wait()
+        if self._wire is not None and self._wire is not self._grads:
+            self._grads[self._own].copy_(self._wire[self._own])
+        self._reducing = self._wire = None
+
+    def scale(self, factor: torch.Tensor | float) -> None:
+        """Multiply the gradients of this rank's range."""
+        self._grads[self._own].mul_(factor)
+
+    def start_gather(self) -> None:
+        """Start to fetch the other ranks' ranges of the parameters."""
+        if self._values is None:
+            return
+        if self._axis.size > 1:
+            own = self._values[self._own]
+            self._gathering = start_all_gather(self._values, own, self._axis)
+        else:
+            self._announce()
+
+    def finish_gather(self) -> None:
+        """Wait for the parameters."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            self._announce()
+
+    def _announce(self) -> None:
+        # The collective wrote behind the parameters' back; caches of a weight's quantized form
+        # notice a change by the version alone.
+        for param in self.params:
+            torch.autograd.graph.increment_version(param)
+
+
+def _own_range(elements: int, axis: Axis) -> slice:
+    share = elements // axis.size
+    return slice(axis.rank * share, (axis.rank + 1) * share)
 
 
 class GradBuffer:
     """Gradients of parameters that are summed over the same ranks, in one flat tensor.
 
-    Parameters lie in reverse order, which is roughly the order in which backward finishes them.
-    Each gets `main_grad`, a view of its range.
+    Each parameter gets `main_grad`, a view of its range. With sharding the parameters themselves
+    move into a flat tensor of the same layout.
+
+    Args:
+        params: Parameters of one type, in model order.
+        axis: Ranks that hold copies of them.
+        reduce_dtype: Type of gradients on the wire.
+        bucket_size: Elements of a bucket; None for the default.
+        sharded: Whether each rank owns a range of every bucket.
 
     Attributes:
         flat: All gradients, fp32 `[elements]`.
         params: The parameters, in buffer order.
+        buckets: The buckets, in the order in which backward completes them.
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], axis: Axis, reduce_dtype: torch.dtype
+        self,
+        params: Sequence[nn.Parameter],
+        axis: Axis,
+        reduce_dtype: torch.dtype,
+        *,
+        bucket_size: int | None = None,
+        sharded: bool = False,
     ) -> None:
         self.params = list(reversed(params))
-        self.axis, self.reduce_dtype = axis, reduce_dtype
-        elements = sum(p.numel() for p in self.params)
+        self.axis, self.sharded = axis, sharded
+        # Two pipeline stages may hold copies of one embedding, and sum its gradient range by range:
+        # in a bucket of its own it is cut at the same places on both.
+        layout = plan_layout(
+            [p.numel() for p in self.params],
+            bucket_size or default_bucket_size(axis.size),
+            num_shards=axis.size if sharded else None,
+            alone=[sharded and getattr(p, "shared_embedding", False) for p in self.params],
+        )
         device = self.params[0].device if self.params else None
-        self.flat = torch.zeros(elements, dtype=torch.float32, device=device)
-        start = 0
-        for param in self.params:
-            view = self.flat[start : start + param.numel()].view(param.shape)
-            param.main_grad = view  # type: ignore[attr-defined]
-            start += param.numel()
+        self.flat = torch.zeros(layout.elements, dtype=torch.float32, device=device)
+        self._values: torch.Tensor | None = None
+        if sharded and self.params:
+            dtype = self.params[0].dtype
+            self._values = torch.zeros(layout.elements, dtype=dtype, device=device)
+        for param, start in zip(self.params, layout.offsets, strict=True):
+            stop = start + param.numel()
+            param.main_grad = self.flat[start:stop].view(param.shape)  # type: ignore[attr-defined]
+            if self._values is not None:
+                _move(param, self._values[start:stop])
+        self.buckets = [
+            Bucket(
+                self.flat[start:stop],
+                None if self._values is None else self._values[start:stop],
+                self.params[first:last],
+                axis,
+                reduce_dtype,
+            )
+            for start, stop, first, last in layout.buckets
+        ]
+        self._owned = self._find_owned(layout)
+
+    def _find_owned(self, layout: Layout) -> dict[nn.Parameter, FlatRange]:
+        """Intersect every parameter with this rank's range of its bucket."""
+        owned = {}
+        for start, stop, first, last in layout.buckets:
+            own = _own_range(stop - start, self.axis) if self.sharded else slice(0, stop - start)
+            for index in range(first, last):
+                param, offset = self.params[index], layout.offsets[index] - start
+                low = min(max(own.start - offset, 0), param.numel())
+                high = max(min(own.stop - offset, param.numel()), low)
+                owned[param] = FlatRange(low, high)
+        return owned
+
+    def owned(self, param: nn.Parameter) -> FlatRange:
+        """Return which elements of a parameter this rank reduces and updates; maybe none."""
+        return self._owned[param]
 
     def zero(self) -> None:
         """Forget all gradients."""
         self.flat.zero_()
 
     def scale(self, factor: torch.Tensor | float) -> None:
-        """Multiply all gradients."""
-        self.flat.mul_(factor)
+        """Multiply the gradients that this rank keeps."""
+        for bucket in self.buckets:
+            bucket.scale(factor)
 
-    def all_reduce(self) -> None:
-        """Sum over the ranks of the axis, on the wire in `reduce_dtype`."""
-        if self.axis.size == 1 or not self.params:
-            return
-        if self.reduce_dtype == self.flat.dtype:
-            all_reduce_(self.flat, self.axis)
-        else:
-            self.flat.copy_(all_reduce_(self.flat.to(self.reduce_dtype), self.axis))
+
+def _move(param: nn.Parameter, place: torch.Tensor) -> None:
+    """Let a parameter live in a range of a flat tensor; it stays the same object."""
+    with torch.no_grad():
+        place.copy_(param.reshape(-1))
+        param.set_(place.view(param.shape))  # type: ignore[call-overload]

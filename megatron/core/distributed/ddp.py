@@ -1,4 +1,14 @@
-"""Data parallelism: gradients accumulate in fp32 buffers and are summed once per step."""
+"""Data parallelism: gradients accumulate in fp32 buffers and are summed once per step.
+
+What is summed when:
+
+* without overlap, `finish_grad_sync` reduces every bucket after the last microbatch;
+* with overlap, a bucket's reduction starts when backward of the last microbatch (see
+  `expect_last_backward`) has completed the bucket's last gradient, and `finish_grad_sync` waits.
+
+Buckets start in the same order on every rank, whatever the order of their completion. They are the
+same with and without overlap, so that the sums are too.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.buffers import GradBuffer
+from megatron.core.distributed.buffers import Bucket, GradBuffer
 from megatron.core.mesh import Axis
+from megatron.core.shards import FlatRange
 
 
 class DistributedDataParallel(nn.Module):
@@ -19,12 +30,22 @@ class DistributedDataParallel(nn.Module):
     added when autograd has accumulated it, and freed. A tied parameter occurs once. Nothing is
     averaged here: `finalize_gradients` divides by the number of tokens.
 
+    With `sharded`, a rank ends up with the summed gradient of its own range of each bucket only
+    (the rest of `main_grad` is then of no use), and after an update of these ranges
+    `gather_params` makes the parameters whole again.
+
     Args:
         module: The model; its parameters exist and stay the same objects.
         dp_axis: Ranks that hold copies of the dense parameters and see other tokens: data- and
             context-parallel ones.
         expert_dp_axis: The same for expert parameters (attribute `allreduce` false).
         reduce_dtype: Type of gradients on the wire.
+        sharded: Whether each rank owns a range of every bucket (the distributed optimizer).
+        bucket_size: Elements of one bucket; None for the default or for `num_buckets`.
+        num_buckets: About how many buckets to make of the dense parameters.
+        overlap_reduce: Reduce buckets during the last backward pass.
+        overlap_gather: Gather parameters during the next forward pass; each module waits for its
+            own.
     """
 
     def __init__(
@@ -34,19 +55,36 @@ class DistributedDataParallel(nn.Module):
         *,
         expert_dp_axis: Axis | None = None,
         reduce_dtype: torch.dtype = torch.float32,
+        sharded: bool = False,
+        bucket_size: int | None = None,
+        num_buckets: int | None = None,
+        overlap_reduce: bool = False,
+        overlap_gather: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
+        self.sharded = sharded
+        self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
         trained = [p for p in module.parameters() if p.requires_grad]
-        dense = [p for p in trained if getattr(p, "allreduce", True)]
-        expert = [p for p in trained if not getattr(p, "allreduce", True)]
-        self.buffers_by_axis = [GradBuffer(dense, dp_axis, reduce_dtype)]
-        if expert:
-            axis = expert_dp_axis or dp_axis
-            self.buffers_by_axis.append(GradBuffer(expert, axis, reduce_dtype))
+        if num_buckets is not None and bucket_size is None:
+            bucket_size = max(1, -(-sum(p.numel() for p in trained) // num_buckets))
+        self.buffers_by_axis = [
+            GradBuffer(params, axis, reduce_dtype, bucket_size=bucket_size, sharded=sharded)
+            for axis, params in _by_kind(trained, dp_axis, expert_dp_axis or dp_axis)
+        ]
+        self._buckets = [b for buffer in self.buffers_by_axis for b in buffer.buckets]
+        self._buffer_of = {p: buffer for buffer in self.buffers_by_axis for p in buffer.params}
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
+        self._is_last_backward = False
+        self._next_bucket = 0
+        self._accumulators: list[Any] = []
         for param in trained:
             hooked: Any = param
             hooked.register_post_accumulate_grad_hook(_into_main_grad)
+            if overlap_reduce:
+                self._watch(param)
+        if overlap_gather:
+            self._wait_before_use()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -57,6 +95,8 @@ class DistributedDataParallel(nn.Module):
         """Parameters with a `main_grad`, each once."""
         return [p for buffer in self.buffers_by_axis for p in buffer.params]
 
+    # -- gradients ------------------------------------------------------------------------------
+
     def zero_grad_buffer(self) -> None:
         """Forget all gradients; call it before the first microbatch of a step."""
         for buffer in self.buffers_by_axis:
@@ -64,16 +104,115 @@ class DistributedDataParallel(nn.Module):
         for param in self.trained_params:
             param.grad = None
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        self._is_last_backward = False
+        self._next_bucket = 0
+        for bucket in self._buckets:
+            bucket.expect_gradients()
+
+    def expect_last_backward(self) -> None:
+        """Say that the next backward pass completes the gradients of this step."""
+        self._is_last_backward = self._overlap_reduce
 
     def finish_grad_sync(self) -> None:
         """Sum gradients over the data-parallel ranks; call it after the last microbatch."""
-        for buffer in self.buffers_by_axis:
-            buffer.all_reduce()
+        self._is_last_backward = False
+        self._start_reduce(len(self._buckets))
+        for bucket in self._buckets:
+            bucket.finish_reduce()
+        self._next_bucket = 0
+
+    def summed_grad(self, param: nn.Parameter) -> torch.Tensor:
+        """Return the elements of a parameter's gradient that this rank keeps; flat, maybe empty."""
+        own = self.owned_range(param)
+        flat: torch.Tensor = param.main_grad.view(-1)  # type: ignore[attr-defined]
+        return flat[own.start : own.stop]
 
     def scale_gradients(self, factor: torch.Tensor | float) -> None:
-        """Multiply all gradients."""
+        """Multiply the gradients that this rank keeps."""
         for buffer in self.buffers_by_axis:
             buffer.scale(factor)
+
+    def _watch(self, param: nn.Parameter) -> None:
+        """Notice when backward is done with a parameter.
+
+        Layers that accumulate for themselves hand autograd no gradient, so hooks on the parameter
+        stay silent; the node that would accumulate it runs all the same, once for each backward.
+        """
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        node.register_hook(lambda *_: self._arrived(param))
+        self._accumulators.append(node)  # or it would be made anew without the hook
+
+    def _arrived(self, param: nn.Parameter) -> None:
+        if not self._is_last_backward or not self._bucket_of[param].arrive():
+            return
+        ready = self._next_bucket
+        while ready < len(self._buckets) and self._buckets[ready].missing == 0:
+            ready += 1
+        self._start_reduce(ready)
+
+    def _start_reduce(self, end: int) -> None:
+        """Start the buckets up to `end`; without overlap wait for each, to need less memory."""
+        while self._next_bucket < end:
+            bucket = self._buckets[self._next_bucket]
+            self._next_bucket += 1
+            bucket.start_reduce()
+            if not self._overlap_reduce:
+                bucket.finish_reduce()
+
+    # -- sharded parameters ---------------------------------------------------------------------
+
+    def owned_range(self, param: nn.Parameter) -> FlatRange:
+        """Return which elements of a parameter this rank updates: all of them if not sharded."""
+        return self._buffer_of[param].owned(param)
+
+    def shard_axis(self, param: nn.Parameter) -> Axis:
+        """Return the ranks that own the ranges of a parameter."""
+        return self._buffer_of[param].axis
+
+    @property
+    def shard_axes(self) -> list[Axis]:
+        """Every axis that `shard_axis` returns, in the same order on all ranks."""
+        return list(dict.fromkeys(buffer.axis for buffer in self.buffers_by_axis))
+
+    def gather_params(self) -> None:
+        """Fetch what other ranks updated; with overlap, modules wait for it when they run."""
+        for bucket in reversed(self._buckets):  # forward order
+            bucket.start_gather()
+            if not self._overlap_gather:
+                bucket.finish_gather()
+
+    def finish_param_sync(self) -> None:
+        """Wait for all parameters; needed before they are read outside of a forward pass."""
+        for bucket in reversed(self._buckets):
+            bucket.finish_gather()
+
+    def _wait_before_use(self) -> None:
+        for module in self.module.modules():
+            own = (p for p in module.parameters(recurse=False) if p in self._bucket_of)
+            buckets = list(dict.fromkeys(self._bucket_of[p] for p in own))
+            if buckets:
+                module.register_forward_pre_hook(_waiter(buckets))
+
+
+def _waiter(buckets: list[Bucket]) -> Any:
+    def wait(*_: Any) -> None:
+        for bucket in buckets:
+            if bucket.is_gathering:
+                bucket.finish_gather()
+
+    return wait
+
+
+def _by_kind(
+    trained: Sequence[nn.Parameter], dp_axis: Axis, expert_dp_axis: Axis
+) -> list[tuple[Axis, list[nn.Parameter]]]:
+    """Group parameters by the ranks that share them and by type; one flat tensor has one type."""
+    kinds: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+    for param in trained:
+        dense = bool(getattr(param, "allreduce", True))
+        kinds.setdefault((dense, param.dtype), []).append(param)
+    order = sorted(kinds, key=lambda kind: not kind[0])  # dense first
+    return [(dp_axis if kind[0] else expert_dp_axis, kinds[kind]) for kind in order]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

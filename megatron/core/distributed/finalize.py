@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from megatron.core.distributed.ddp import DistributedDataParallel, as_chunks
 from megatron.core.mesh import Axis, ParallelState
@@ -37,9 +36,9 @@ def finalize_gradients(
     chunks = as_chunks(model)
     for chunk in chunks:
         chunk.finish_grad_sync()
+    _sum_together(_summed(chunks, "sequence_parallel"), mesh.tp)
+    _sum_together(_summed(chunks, "shared_embedding"), mesh.embedding)
     params = [p for chunk in chunks for p in chunk.trained_params]
-    _sum_together([p for p in params if getattr(p, "sequence_parallel", False)], mesh.tp)
-    _sum_together([p for p in params if getattr(p, "shared_embedding", False)], mesh.embedding)
     device = params[0].device if params else torch.device("cpu")
     local = torch.as_tensor(num_tokens, dtype=torch.float32, device=device)
     total = all_reduce(local.detach(), mesh.dp_cp)
@@ -49,12 +48,24 @@ def finalize_gradients(
     return total
 
 
-def _sum_together(params: list[nn.Parameter], axis: Axis) -> None:
-    """All-reduce the gradients of many small parameters in one call."""
-    if axis.size == 1 or not params:
+def _summed(chunks: Sequence[DistributedDataParallel], mark: str) -> list[torch.Tensor]:
+    """Return what this rank keeps of the gradients of all parameters with the attribute `mark`.
+
+    Ranks that differ only in their tensor-parallel index keep the same elements, and so do the
+    pipeline stages that hold a copy of an embedding.
+    """
+    return [
+        chunk.summed_grad(param)
+        for chunk in chunks
+        for param in chunk.trained_params
+        if getattr(param, mark, False)
+    ]
+
+
+def _sum_together(gradients: list[torch.Tensor], axis: Axis) -> None:
+    """All-reduce many small gradients in one call."""
+    if axis.size == 1 or not any(g.numel() for g in gradients):
         return
-    gradients = [p.main_grad for p in params]  # type: ignore[attr-defined]
-    flat = all_reduce_(torch.cat([g.reshape(-1) for g in gradients]), axis)
+    flat = all_reduce_(torch.cat(gradients), axis)
     parts = torch.split(flat, [g.numel() for g in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view(gradient.shape))
+    torch._foreach_copy_(gradients, list(parts))

@@ -8,13 +8,29 @@ import torch
 
 from megatron.config import RunConfig
 from megatron.core.mesh import ParallelState
+from megatron.core.optimizer.compact import CompactAdamW
 from megatron.core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from megatron.core.optimizer.lr import LrSchedule, ParamScheduler, WdSchedule
-from megatron.core.optimizer.mixed import MixedPrecisionOptimizer, Slot
+from megatron.core.optimizer.mixed import MixedPrecisionOptimizer, ParamShards, Slot
+
+_MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _master(param: torch.nn.Parameter) -> torch.Tensor:
-    return param if param.dtype == torch.float32 else param.detach().float()
+def _slots(model: torch.nn.Module, shards: ParamShards | None) -> list[Slot]:
+    """Make a slot of every trainable parameter, or of what this rank owns of it."""
+    slots = []
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        if shards is None:
+            master = param if param.dtype == torch.float32 else param.detach().float()
+            slots.append(Slot(name, param, master))
+            continue
+        owned = shards.owned_range(param)
+        if owned.size:
+            part = param.detach().view(-1)[owned.start : owned.stop]
+            slots.append(Slot(name, param, part.float(), owned, shards.shard_axis(param)))
+    return slots
 
 
 def _groups(slots: list[Slot]) -> list[dict[str, Any]]:
@@ -23,6 +39,8 @@ def _groups(slots: list[Slot]) -> list[dict[str, Any]]:
     for slot in slots:
         decayed = slot.param.dim() > 1 and not slot.name.endswith(".bias")
         by_decay.setdefault(decayed, []).append(slot.master)
+    if not by_decay:  # this rank updates nothing; schedules still have a group to write into
+        by_decay[True] = []
     return [{"params": own, "wd_mult": float(decayed)} for decayed, own in by_decay.items()]
 
 
@@ -46,6 +64,12 @@ def _adam(cfg: RunConfig, groups: list[dict[str, Any]], on_cuda: bool) -> torch.
         "eps": cfg.adam_eps,
         "weight_decay": cfg.weight_decay,
     }
+    if cfg.use_precision_aware_optimizer:
+        dtypes = {
+            "exp_avg": _MOMENT_DTYPES[cfg.exp_avg_dtype],
+            "exp_avg_sq": _MOMENT_DTYPES[cfg.exp_avg_sq_dtype],
+        }
+        return CompactAdamW(groups, dtypes=dtypes, **common)
     apex = _apex_adam() if on_cuda else None
     inner: torch.optim.Optimizer
     if apex is not None:
@@ -91,7 +115,10 @@ def build_loss_scale(cfg: RunConfig) -> LossScale:
 
 
 def build_optimizer(
-    cfg: RunConfig, model: torch.nn.Module, mesh: ParallelState
+    cfg: RunConfig,
+    model: torch.nn.Module,
+    mesh: ParallelState,
+    shards: ParamShards | None = None,
 ) -> MixedPrecisionOptimizer:
     """Build the optimizer over the trainable parameters of `model`.
 
@@ -100,12 +127,9 @@ def build_optimizer(
         model: The bare model, so that names are checkpoint names. Each trainable parameter has a
             fp32 `main_grad` by the time of the first step.
         mesh: The process mesh.
+        shards: Which elements this rank updates (the distributed optimizer); None for all.
     """
-    slots = [
-        Slot(name, param, _master(param))
-        for name, param in model.named_parameters()
-        if param.requires_grad
-    ]
+    slots = _slots(model, shards)
     groups = _groups(slots)
     tokens = float(cfg.seq_length * cfg.micro_batch_size * cfg.num_microbatches)
     on_cuda = any(s.param.is_cuda for s in slots)
@@ -119,6 +143,8 @@ def build_optimizer(
         clip_grad=cfg.clip_grad,
         count_zeros=cfg.log_num_zeros_in_grad,
         skip_non_finite=cfg.check_for_nan_in_loss_and_grad or cfg.fp16,
+        shards=shards,
+        device=next((p.device for p in model.parameters()), None),
     )
 
 

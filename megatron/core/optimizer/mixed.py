@@ -3,6 +3,9 @@
 A step takes the fp32 gradients out of `param.main_grad`, takes the loss scale out of them, skips
 when they are not finite, clips, updates the masters and writes them into the parameters. FP32
 parameters are their own masters, so nothing is copied for them.
+
+With the distributed optimizer a rank has masters and moments of its own elements of each parameter
+only, as flat tensors, and fetches the rest of the parameters after the update.
 """
 
 from __future__ import annotations
@@ -10,13 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from megatron.core.mesh import ParallelState
-from megatron.core.optimizer.clip import clip_by_norm_, count_zeros, counted, global_norm
+from megatron.core.mesh import Axis, ParallelState
+from megatron.core.optimizer.clip import (
+    Sharded,
+    clip_by_norm_,
+    count_zeros,
+    counted,
+    global_norm,
+)
+from megatron.core.optimizer.compact import MOMENTS, CompactAdamW
 from megatron.core.optimizer.loss_scale import LossScale
+from megatron.core.shards import FlatRange
 
 # Per-parameter optimizer state that has the parameter's shape.
 _TENSOR_STATE = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -37,20 +48,68 @@ class StepResult:
     num_zeros: int | None
 
 
-@dataclass(frozen=True)
+class ParamShards(Protocol):
+    """Which rank updates which elements, and how the parameters become whole again."""
+
+    @property
+    def shard_axes(self) -> Sequence[Axis]:
+        """Every axis that `shard_axis` returns, in the same order on all ranks."""
+
+    def owned_range(self, param: torch.nn.Parameter) -> FlatRange:
+        """Return the elements that this rank updates, maybe none."""
+
+    def shard_axis(self, param: torch.nn.Parameter) -> Axis:
+        """Return the ranks that share a parameter."""
+
+    def gather_params(self) -> None:
+        """Fetch what other ranks updated."""
+
+
+@dataclass(frozen=True, eq=False)
 class Slot:
-    """One parameter, its name and its fp32 master (the parameter itself when it is fp32)."""
+    """One parameter, its name and its fp32 master (the parameter itself when it is fp32).
+
+    Attributes:
+        name: The parameter's name in the model.
+        param: The parameter.
+        master: fp32, shaped like the parameter, or flat like `owned`.
+        owned: The elements this rank updates, None for all.
+        axis: The ranks that own the other elements, None when `owned` is.
+    """
 
     name: str
     param: torch.nn.Parameter
     master: torch.Tensor
+    owned: FlatRange | None = None
+    axis: Axis | None = None
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements, in the master's shape, of a tensor shaped like the parameter."""
+        if self.owned is None:
+            return tensor
+        return tensor.view(-1)[self.owned.start : self.owned.stop]
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """The gradient of the master."""
+        return self.part(self.param.main_grad)  # type: ignore[attr-defined]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The elements of the parameter that the master stands for, to be written."""
+        return self.part(self.param.detach())
+
+    @property
+    def is_own_master(self) -> bool:
+        """Whether writing the master is writing the parameter."""
+        return self.master.data_ptr() == self.value.data_ptr()
 
 
 class MixedPrecisionOptimizer:
     """Updates a model's parameters through fp32 masters.
 
     Args:
-        slots: Every trainable parameter of this rank, in model order.
+        slots: Every trainable parameter of which this rank updates something, in model order.
         inner: A `torch.optim` style optimizer over the masters.
         mesh: The process mesh.
         loss_scale: Factor on the loss that a step takes out of the gradients.
@@ -58,6 +117,8 @@ class MixedPrecisionOptimizer:
         clip_grad: Bound on the global gradient norm, 0 for none.
         count_zeros: Whether a step counts zero gradient elements.
         skip_non_finite: Whether non-finite gradients skip the update.
+        shards: How parameters are shared between ranks; None when every rank updates all.
+        device: Where the parameters are, for a rank that updates none.
     """
 
     def __init__(
@@ -71,9 +132,13 @@ class MixedPrecisionOptimizer:
         clip_grad: float = 1.0,
         count_zeros: bool = False,
         skip_non_finite: bool = True,
+        shards: ParamShards | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.slots = list(slots)
         self.inner = inner
+        self._compact = inner if isinstance(inner, CompactAdamW) else None
+        self._loading: dict[tuple[Slot, str], torch.Tensor] = {}
         self.loss_scale = loss_scale
         self._loss_divisor = loss_divisor
         self._mesh = mesh
@@ -82,8 +147,10 @@ class MixedPrecisionOptimizer:
         self._skip_non_finite = skip_non_finite
         counted_ids = {id(p) for p in counted((s.param for s in self.slots), mesh)}
         self._counted = [s for s in self.slots if id(s.param) in counted_ids]
-        self._copied = [s for s in self.slots if s.master is not s.param]
-        self._device = self.slots[0].param.device if self.slots else torch.device("cpu")
+        self._copied = [s for s in self.slots if not s.is_own_master]
+        self._shards = shards
+        first = self.slots[0].param.device if self.slots else torch.device("cpu")
+        self._device = device or first
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -108,9 +175,18 @@ class MixedPrecisionOptimizer:
         """
         scale = self.backward_scale
         if scale != 1.0 and self.slots:
-            torch._foreach_mul_([_main_grad(s) for s in self.slots], 1.0 / scale)
-        grads = [_main_grad(s) for s in self._counted]
-        return float(global_norm(grads, self._mesh, self._device))
+            torch._foreach_mul_([s.grad for s in self.slots], 1.0 / scale)
+        grads = [(s, s.grad) for s in self._counted]
+        return float(global_norm(*self._over_all_ranks(grads)))
+
+    def _over_all_ranks(
+        self, tensors: Sequence[tuple[Slot, torch.Tensor]]
+    ) -> tuple[list[torch.Tensor], ParallelState, torch.device, Sharded]:
+        """Return the arguments with which a global sum counts each of the model's elements once."""
+        axes = self._shards.shard_axes if self._shards is not None else ()
+        sharded = [(axis, [t for s, t in tensors if s.axis == axis]) for axis in axes]
+        whole = [t for s, t in tensors if s.axis is None]
+        return whole, self._mesh, self._device, sharded
 
     @torch.no_grad()
     def step(self, norm: float | None = None, *, skip: bool = False) -> StepResult:
@@ -127,12 +203,12 @@ class MixedPrecisionOptimizer:
         self.loss_scale.update(overflow)
         if skip or (overflow and self._skip_non_finite):
             return StepResult(False, norm, None)
-        grads = [_main_grad(s) for s in self.slots]
+        grads = [s.grad for s in self.slots]
         clip_by_norm_(grads, norm, self._clip_grad)
         zeros = None
         if self._count_zeros:
-            counted_grads = [_main_grad(s) for s in self._counted]
-            zeros = int(count_zeros(counted_grads, self._mesh, self._device))
+            counted_grads = [(s, s.grad) for s in self._counted]
+            zeros = int(count_zeros(*self._over_all_ranks(counted_grads)))
         self._update(grads)
         return StepResult(True, norm, zeros)
 
@@ -140,44 +216,81 @@ class MixedPrecisionOptimizer:
         """Run the inner optimizer and write the masters into the parameters."""
         for slot, grad in zip(self.slots, grads, strict=True):
             slot.master.grad = grad
-        self.inner.step()
+        if self.slots:
+            self.inner.step()
         for slot in self.slots:
             slot.master.grad = None
         # Fused kernels write without bumping the version, by which caches of a weight's quantized
         # form notice a change.
         for slot in self.slots:
-            if slot.master is slot.param:
+            if slot.is_own_master:
                 torch.autograd.graph.increment_version(slot.param)
         self.write_model_params()
 
     @torch.no_grad()
     def write_model_params(self) -> None:
-        """Write the masters into the parameters, rounding to the parameters' precision."""
+        """Write the masters into the parameters, rounding to the parameters' precision.
+
+        Collective with the distributed optimizer: other ranks' elements are fetched.
+        """
         if self._copied:
-            torch._foreach_copy_([s.param for s in self._copied], [s.master for s in self._copied])
+            torch._foreach_copy_([s.value for s in self._copied], [s.master for s in self._copied])
+        if self._shards is not None:
+            self._shards.gather_params()
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Take the masters from the parameters, e.g. after weights were loaded without masters."""
         if self._copied:
-            torch._foreach_copy_([s.master for s in self._copied], [s.param for s in self._copied])
+            torch._foreach_copy_([s.master for s in self._copied], [s.value for s in self._copied])
 
     @torch.no_grad()
     def params_norm(self) -> float:
         """Return the global norm of the masters."""
-        return float(global_norm((s.master for s in self._counted), self._mesh, self._device))
+        return float(global_norm(*self._over_all_ranks([(s, s.master) for s in self._counted])))
+
+    @property
+    def owned_ranges(self) -> dict[str, FlatRange]:
+        """Which elements the tensors of `named_state` are, by name, where they are not all."""
+        return {s.name: s.owned for s in self.slots if s.owned is not None}
 
     def named_state(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Yield every parameter's name with its live fp32 tensors.
+        """Yield every parameter's name with its tensors, to be read.
 
-        ``param`` is the master; the others (``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer``)
-        have the same local shape. Writing into them is how a checkpoint is loaded; call
-        `write_model_params` afterwards.
+        ``param`` is the fp32 master; the others (``exp_avg``, ``exp_avg_sq`` or
+        ``momentum_buffer``) have the same local shape, which is flat for names in `owned_ranges`.
+        They are live, except that moments stored with a scale are fp32 copies.
         """
         for slot in self.slots:
-            state = self.inner.state[slot.master]
-            tensors = {key: state[key] for key in _TENSOR_STATE if key in state}
-            yield slot.name, {"param": slot.master.detach(), **tensors}
+            yield slot.name, self._tensors(slot)
+
+    def loadable_state(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """Yield what `named_state` does, to be written into; call `finish_load` afterwards."""
+        self._loading = {}
+        for slot in self.slots:
+            tensors = self._tensors(slot)
+            self._loading.update({(slot, k): tensors[k] for k in self._scaled_kinds(slot)})
+            yield slot.name, tensors
+
+    def finish_load(self) -> None:
+        """Take over what was written into `loadable_state`, the model's parameters included."""
+        for (slot, kind), tensor in self._loading.items():
+            if self._compact is not None:
+                self._compact.set_moment(slot.master, kind, tensor)
+        self._loading = {}
+        self.write_model_params()
+
+    def _tensors(self, slot: Slot) -> dict[str, torch.Tensor]:
+        state = self.inner.state[slot.master]
+        tensors = {key: state[key] for key in _TENSOR_STATE if key in state}
+        for kind in self._scaled_kinds(slot):
+            if self._compact is not None:
+                tensors[kind] = self._compact.moment(slot.master, kind)
+        return {"param": slot.master.detach(), **tensors}
+
+    def _scaled_kinds(self, slot: Slot) -> list[str]:
+        compact = self._compact
+        return [k for k in MOMENTS if compact is not None and compact.is_scaled(slot.master, k)]
 
     def scalars(self) -> dict[str, Any]:
         """Return the step count and the loss scale's state as plain values."""
@@ -204,8 +317,3 @@ class MixedPrecisionOptimizer:
             if "step" in self.inner.state[slot.master]:
                 return int(self.inner.state[slot.master]["step"])
         return 0
-
-
-def _main_grad(slot: Slot) -> torch.Tensor:
-    grad: torch.Tensor = slot.param.main_grad  # type: ignore[attr-defined]
-    return grad

@@ -30,12 +30,17 @@ class Runner:
         work: The model chunk's operations.
         root_gradient: Called before each backward pass: the gradient of the scalar that `forward`
             returned (the loss scale), None for 1.
+        before_backward: Called with the action before each backward pass.
     """
 
     def __init__(
-        self, work: StageWork, root_gradient: Callable[[], torch.Tensor | None] = lambda: None
+        self,
+        work: StageWork,
+        root_gradient: Callable[[], torch.Tensor | None] = lambda: None,
+        before_backward: Callable[[Action], None] = lambda _: None,
     ) -> None:
         self.work = work
+        self._before_backward = before_backward
         self.current: Action | None = None
         self._root_gradient = root_gradient
         self._outputs: dict[int, torch.Tensor] = {}
@@ -62,4 +67,5 @@ class Runner:
     def _backward(self, action: Action) -> None:
         if action.microbatch is not None:
             output = self._outputs.pop(action.microbatch)
+            self._before_backward(action)
             torch.autograd.backward(output, self._root_gradient())

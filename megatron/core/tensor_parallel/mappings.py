@@ -7,7 +7,7 @@ and older NCCL refuse FP8 types; reducing them is an error, since a sum of codes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -148,6 +148,43 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     out = torch.empty(local.shape[1:], dtype=x.dtype, device=x.device)
     _reduce_scatter_single(out.view(-1), local.view(-1), op=reduce_op, group=axis.group)
     return out
+
+
+class Pending(Protocol):
+    """A collective on its way. Nobody may touch its tensors before `wait`."""
+
+    def wait(self) -> Any:
+        """Return when its result can be used."""
+
+
+def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
+    """Start to sum the contiguous `x` over an axis of more than one rank, in place."""
+    work: Pending = dist.all_reduce(x, group=axis.group, async_op=True)
+    return work
+
+
+def start_reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
+    """Start to sum the flat `x` over an axis of more than one rank, keeping this rank's part.
+
+    Args:
+        out: `[n / axis.size]`; may be this rank's part of `x`.
+        x: `[n]`.
+        axis: Ranks that take part.
+    """
+    work: Pending = _reduce_scatter_single(out, x, group=axis.group, async_op=True)
+    return work
+
+
+def start_all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
+    """Start to concatenate every rank's flat `x` on an axis of more than one rank.
+
+    Args:
+        out: `[n * axis.size]`.
+        x: `[n]`; may be this rank's part of `out`.
+        axis: Ranks that take part.
+    """
+    work: Pending = _all_gather_single(_wire(out), _wire(x), group=axis.group, async_op=True)
+    return work
 
 
 def broadcast(x: torch.Tensor, axis: Axis, src: int = 0) -> torch.Tensor:
