@@ -97,6 +97,8 @@ def _rank_main(conn, inherited, fn, rank, world_size, directory, detail, args, k
                 world_size=world_size,
                 timeout=datetime.timedelta(seconds=_COLLECTIVE_TIMEOUT_S),
             )
+            # A rank that is done at once must not leave while others still connect to it.
+            dist.barrier()
             outcome = (True, fn(rank, world_size, *args, **kwargs))
         except BaseException:
             outcome = (False, f"--- rank {rank} of {world_size} ---\n{traceback.format_exc()}")

@@ -151,10 +151,6 @@ CONTRADICTIONS = {
         [*MOCK, "--pipeline-model-parallel-size", "2"],
         ["--pipeline-model-parallel-size: got 2", "pipeline schedules are not"],
     ),
-    "context": (
-        [*MOCK, "--context-parallel-size", "2"],
-        ["--context-parallel-size: got 2", "context-parallel attention is not"],
-    ),
     "experts": (
         [*MOCK, "--expert-model-parallel-size", "2"],
         ["--expert-model-parallel-size: got 2", "mixture-of-experts layers are not"],

@@ -185,9 +185,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 forward, calls = GPTModel.forward, 0
 
-def broken(self, *args):
+def broken(self, *args, **kwargs):
     global calls
-    loss = forward(self, *args)
+    loss = forward(self, *args, **kwargs)
     iteration = calls // 2 + 1  # two microbatches on each of two ranks
     calls += 1
     if iteration {when} and os.environ["RANK"] == "1":
