@@ -87,35 +87,182 @@ class Action:
 
 Schedule = list[list[Action]]
 
+KINDS = ("1f1b", "gpipe")
 
-def generate(num_microbatches: int, *, num_stages: int = 1, training: bool = True) -> Schedule:
-    """Return every pipeline rank's actions for one step.
+
+def generate(
+    num_microbatches: int,
+    *,
+    pipeline_size: int = 1,
+    virtual_size: int = 1,
+    kind: str = "1f1b",
+    group_size: int | None = None,
+    training: bool = True,
+) -> Schedule:
+    """Return what every pipeline rank computes in one step, in order; `lower` adds the transfers.
+
+    Stage `s` of `pipeline_size * virtual_size` stages lives on rank `s % pipeline_size`.
 
     Args:
         num_microbatches: Microbatches of the step.
-        num_stages: Pipeline stages.
+        pipeline_size: Ranks of the pipeline.
+        virtual_size: Stages of each rank; more than one interleaves them.
+        kind: `1f1b` runs a backward pass as soon as it can, `gpipe` after every forward pass.
+        group_size: Microbatches that a rank runs through one of its stages before it turns to the
+            next one; default `pipeline_size`.
         training: Whether backward passes and the synchronisations at the end are wanted.
 
     Raises:
-        MegatronError: More than one stage is asked for.
+        MegatronError: There is no such schedule.
+
+    Source: GPipe: Huang et al., 2019. 1F1B: Narayanan et al., "PipeDream", 2019. Interleaving:
+        Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021.
     """
-    if num_stages != 1:
+    group = group_size or pipeline_size
+    _check(num_microbatches, pipeline_size, virtual_size, kind, group)
+    order = _table(num_microbatches, virtual_size, group)
+    schedule: Schedule = []
+    for rank in range(pipeline_size):
+        forward = [Action(c * pipeline_size + rank, Op.F, m) for c, m in order]
+        if not training:
+            schedule.append(forward)
+            continue
+        backward = [
+            Action((virtual_size - 1 - c) * pipeline_size + rank, Op.B, m) for c, m in order
+        ]
+        warmup = len(forward)
+        if kind == "1f1b":
+            warmup = min(warmup, _warmup(rank, pipeline_size, virtual_size, group))
+        actions = forward[:warmup]
+        for one_forward, one_backward in zip(forward[warmup:], backward, strict=False):
+            actions += [one_forward, one_backward]
+        actions += backward[len(forward) - warmup :]
+        schedule.append([*actions, Action(rank, Op.GRAD_SYNC), Action(rank, Op.AMAX_SYNC)])
+    return schedule
+
+
+def _check(microbatches: int, pipeline: int, virtual: int, kind: str, group: int) -> None:
+    """Refuse what no schedule can be made of."""
+    if kind not in KINDS:
+        raise MegatronError(
+            complaint("--pipeline-schedule", kind, "Unknown", f"Use {' or '.join(KINDS)}")
+        )
+    for name, value in (
+        ("microbatches", microbatches),
+        ("--pipeline-model-parallel-size", pipeline),
+        ("--num-virtual-stages-per-pipeline-rank", virtual),
+    ):
+        if value < 1:
+            raise MegatronError(complaint(name, value, "There is at least one", "Use 1 or more"))
+    if virtual == 1:
+        return
+    if pipeline == 1 or kind != "1f1b":
         raise MegatronError(
             complaint(
-                "--pipeline-model-parallel-size",
-                num_stages,
-                "This release generates schedules of one stage",
-                "Use 1 and raise --tensor-model-parallel-size instead",
+                "--num-virtual-stages-per-pipeline-rank",
+                f"{virtual} with {pipeline} rank(s) and schedule {kind}",
+                "Stages are interleaved over several ranks, by the schedule 1f1b",
+                "Use more ranks and 1f1b, or one stage a rank",
             )
         )
-    actions: list[Action] = []
-    for microbatch in range(num_microbatches):
-        actions.append(Action(0, Op.F, microbatch))
-        if training:
-            actions.append(Action(0, Op.B, microbatch))
-    if training:
-        actions += [Action(0, Op.GRAD_SYNC), Action(0, Op.AMAX_SYNC)]
-    return [actions]
+    why = group_problem(microbatches, pipeline, group)
+    if why:
+        raise MegatronError(
+            complaint(
+                "--microbatch-group-size-per-virtual-pipeline-stage",
+                f"{group} with {microbatches} microbatches",
+                why,
+                f"Use {pipeline} and a multiple of it as the number of microbatches",
+            )
+        )
+
+
+def group_problem(microbatches: int, pipeline: int, group: int) -> str:
+    """Say why microbatches cannot be interleaved in such groups; empty if they can."""
+    if not pipeline <= group <= max(microbatches, pipeline):
+        return f"A group holds at least one microbatch a rank, {pipeline}, and no more than all"
+    rest = microbatches % group
+    if rest and rest < pipeline:
+        return (
+            f"The last group has {rest} microbatches, and a rank that turns to its next stage "
+            f"would wait for {pipeline - rest} that do not exist"
+        )
+    return ""
+
+
+def _table(microbatches: int, virtual: int, group: int) -> list[tuple[int, int]]:
+    """Order in which a rank runs (its stage, microbatch) forward."""
+    return [
+        (chunk, microbatch)
+        for first in range(0, microbatches, group)
+        for chunk in range(virtual)
+        for microbatch in range(first, min(first + group, microbatches))
+    ]
+
+
+def _warmup(rank: int, pipeline: int, virtual: int, group: int) -> int:
+    """Forward passes of a rank before its first backward pass can start."""
+    if virtual == 1:
+        return pipeline - rank - 1
+    return 2 * (pipeline - rank - 1) + (virtual - 1) * group
+
+
+def lower(schedule: Schedule) -> Schedule:
+    """Add the transfers between stages to what `generate` returned.
+
+    A result is sent right after it is computed and received right before it is needed. Sends do not
+    block, so that is as early as it can be without a second buffer.
+    """
+    size = len(schedule)
+    last = max((a.stage for actions in schedule for a in actions), default=0)
+    lowered: Schedule = []
+    for actions in schedule:
+        out: list[Action] = []
+        for action in actions:
+            stage, microbatch = action.stage, action.microbatch
+            if action.op is Op.F and size > 1:
+                before = [Action(stage, Op.RECV_F, microbatch)] if stage > 0 else []
+                after = [Action(stage, Op.SEND_F, microbatch)] if stage < last else []
+            elif action.op is Op.B and size > 1:
+                before = [Action(stage, Op.RECV_B, microbatch)] if stage < last else []
+                after = [Action(stage, Op.SEND_B, microbatch)] if stage > 0 else []
+            else:
+                before, after = [], []
+            out += [*before, action, *after]
+        lowered.append(out)
+    return lowered
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The two ends of what a SEND or RECV action takes part in.
+
+    Attributes:
+        channel: `forward`, `backward`, or the same with `_wrap` for the edge from the last rank
+            back to the first one, which only interleaved stages use.
+        sender: Pipeline rank that sends.
+        receiver: Pipeline rank that receives.
+        parcel: What travels, e.g. `F3 to stage 2`; equal on both ends.
+    """
+
+    channel: str
+    sender: int
+    receiver: int
+    parcel: str
+
+
+def transfer_of(action: Action, pipeline_size: int) -> Transfer:
+    """Describe the transfer behind a SEND or RECV action."""
+    forward = action.op in (Op.SEND_F, Op.RECV_F)
+    sends = action.op in (Op.SEND_F, Op.SEND_B)
+    step = 1 if forward else -1
+    source = action.stage if sends else action.stage - step
+    target = source + step
+    sender, receiver = source % pipeline_size, target % pipeline_size
+    wraps = min(source, target) % pipeline_size == pipeline_size - 1
+    channel = ("forward" if forward else "backward") + ("_wrap" if wraps else "")
+    kind = "F" if forward else "B"
+    return Transfer(channel, sender, receiver, f"{kind}{action.microbatch} to stage {target}")
 
 
 def to_text(schedule: Schedule) -> str:
