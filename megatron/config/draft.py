@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.config import compat
+from megatron.config.placement import PlacementError, virtual_size_of
 from megatron.config.problems import Problem
 from megatron.config.retired import REFUSED_VALUES
 from megatron.config.schema import SPECS
@@ -166,6 +168,8 @@ def _derive_mesh(c: Draft) -> None:
             c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
         )
         c.values["data_parallel_size"] = max(1, c.world_size // replica)
+    with contextlib.suppress(PlacementError, ZeroDivisionError, TypeError):  # a rule says it
+        c.values["virtual_pipeline_model_parallel_size"] = virtual_size_of(c)
     if c.tensor_model_parallel_size == 1:
         c.values["sequence_parallel"] = False
 

@@ -15,7 +15,45 @@ class ParallelConfig:
         1, help="Ranks that share every linear layer (tensor parallelism, TP)."
     )
     pipeline_model_parallel_size: int = field(
-        1, help="Pipeline stages (PP). Only 1 in this release."
+        1, help="Ranks that hold the layers one after the other (pipeline parallelism, PP)."
+    )
+    pipeline_schedule: str = field(
+        "1f1b",
+        choices=("1f1b", "gpipe"),
+        help="Order of forward and backward passes; gpipe keeps every microbatch's activations.",
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = field(
+        None,
+        help="Interleave: layers of one virtual stage, of which a rank then holds several.",
+        fallback="one stage a rank",
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = field(
+        None, help="Interleave: virtual stages of a rank.", fallback="one"
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = field(
+        None,
+        help="Microbatches that pass one virtual stage before the rank turns to its next one.",
+        fallback="the pipeline size",
+    )
+    decoder_first_pipeline_num_layers: int | None = field(
+        None, help="Layers of the first pipeline rank.", fallback="as many as the others"
+    )
+    decoder_last_pipeline_num_layers: int | None = field(
+        None, help="Layers of the last pipeline rank.", fallback="as many as the others"
+    )
+    account_for_embedding_in_pipeline_split: bool = field(
+        False, help="Count the embedding as a layer when layers are spread over the stages."
+    )
+    account_for_loss_in_pipeline_split: bool = field(
+        False, help="Count output layer and loss as a layer when layers are spread."
+    )
+    pipeline_model_parallel_layout: str | None = field(
+        None,
+        help="What each stage holds: E embedding, t layer, L loss, | next stage, as in 'Et|(tt|)*2tL'.",
+        fallback="an even split",
+    )
+    use_tp_pp_dp_mapping: bool = field(
+        False, help="Number ranks along the pipeline before the replicas (tp-cp-ep-pp-dp)."
     )
     context_parallel_size: int = field(
         1, help="Ranks that share every sequence (context parallelism, CP)."
@@ -69,6 +107,9 @@ class ParallelConfig:
         10, help="How long a collective may wait for a rank.", units="minutes"
     )
     world_size: int = field(1, derived=True, help="Number of processes, from the launcher.")
+    virtual_pipeline_model_parallel_size: int = field(
+        1, derived=True, help="Stages that a pipeline rank holds."
+    )
     data_parallel_size: int = field(
         1, derived=True, help="Model replicas (DP): world_size / (TP * PP * CP)."
     )

@@ -75,8 +75,7 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--main-params-dtype": (("fp32",), _ALWAYS),
     "--num-distributed-optimizer-instances": (("1",), _ALWAYS),
     "--cuda-graph-impl": (("none",), _ALWAYS),
-    "--use-tp-pp-dp-mapping": (ANY, "no effect at --pipeline-model-parallel-size 1"),
-    "--no-overlap-p2p-communication": (ANY, "no effect at --pipeline-model-parallel-size 1"),
+    "--no-overlap-p2p-communication": (ANY, "sends never hold up a stage; the results are equal"),
     "--data-parallel-sharding-strategy": (("no_shard",), _ALWAYS),
     "--rerun-mode": (("disabled",), _ALWAYS),
     "--exit-signal": (("SIGTERM", "sigterm"), _ALWAYS),
@@ -202,9 +201,9 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
         "",
     ),
     (
-        r".*pipeline|.*-vp|.*virtual|account-for-|microbatch-group|overlap-p2p|decoder-first|decoder-last",
-        "Pipeline parallelism is",
-        "",
+        r".*pipeline|.*-vp|.*virtual|overlap-p2p",
+        "That part of pipeline parallelism is",
+        "Leave it out",
     ),
     (
         r"hierarchical-context|hybrid-context",

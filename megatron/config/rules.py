@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.config import rules_data, rules_model, rules_parallel, rules_training
+from megatron.config import (
+    rules_data,
+    rules_model,
+    rules_parallel,
+    rules_pipeline,
+    rules_training,
+)
 from megatron.config.draft import Draft
 from megatron.config.problems import RULES, ConfigError, Problem, rule
 from megatron.config.schema import flag_of
@@ -10,7 +16,8 @@ from megatron.config.schema import flag_of
 __all__ = ["RULES", "ConfigError", "Problem", "check", "rule"]
 
 # The order in which problems are listed and documented.
-_MODULES = [m.__name__ for m in (rules_model, rules_parallel, rules_training, rules_data)]
+_LISTED = (rules_model, rules_parallel, rules_pipeline, rules_training, rules_data)
+_MODULES = [m.__name__ for m in _LISTED]
 RULES.sort(key=lambda one: _MODULES.index(one.__module__))
 
 

@@ -10,7 +10,6 @@ from megatron.config.problems import Problem, rule
 from megatron.config.schema import flag_of
 
 _NOT_YET = {
-    "pipeline_model_parallel_size": "pipeline schedules are",
     "expert_model_parallel_size": "mixture-of-experts layers are",
     "expert_tensor_parallel_size": "mixture-of-experts layers are",
 }
@@ -18,7 +17,7 @@ _NOT_YET = {
 
 @rule
 def axes_exist(c: Draft) -> Iterator[Problem]:
-    """Pipeline, expert and expert-tensor parallelism have size 1 in this release."""
+    """Expert and expert-tensor parallelism have size 1 in this release."""
     for name, what in _NOT_YET.items():
         if c.values[name] > 1:
             yield Problem(
@@ -38,7 +37,7 @@ def mesh_fills_the_world(c: Draft) -> Iterator[Problem]:
             ("world_size",), c.world_size, "A run has at least one process", "Use the launcher"
         )
         return
-    if not c.counts(*names) or c.pipeline_model_parallel_size > 1:
+    if not c.counts(*names):
         return  # refused by another rule
     tp, pp, cp = (c.values[name] for name in names)
     if c.world_size % (tp * pp * cp):

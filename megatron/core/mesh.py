@@ -220,7 +220,12 @@ def groups_of(token: str, sizes: Mapping[str, int], order: str = DEFAULT_ORDER) 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """Every axis of the mesh as this process sees it; passed explicitly, never looked up."""
+    """Every axis of the mesh as this process sees it; passed explicitly, never looked up.
+
+    The `pipe_*` axes carry tensors between pipeline stages. Each has a process group of its own,
+    because transfers of one group wait for each other: two for either direction, and two between
+    the last rank and the first one, which are in use when stages are interleaved.
+    """
 
     tp: Axis
     cp: Axis
@@ -234,6 +239,10 @@ class ParallelState:
     amax: Axis
     world: Axis
     embedding: Axis
+    pipe_forward: Axis
+    pipe_backward: Axis
+    pipe_forward_wrap: Axis
+    pipe_backward_wrap: Axis
     rank: int = 0
 
     @classmethod
@@ -303,6 +312,12 @@ class ParallelState:
         axes["world"] = make_axis("world", [list(range(world_size))])
         ends = [[g[0]] if len(g) == 1 else [g[0], g[-1]] for g in groups_of("pp", extents, order)]
         axes["embedding"] = make_axis("embedding", ends)
+        lines = groups_of("pp", extents, order)
+        axes["pipe_forward"] = make_axis("pipe-forward", lines, own=True)
+        axes["pipe_backward"] = make_axis("pipe-backward", lines, own=True)
+        wrapped = ends if getattr(config, "virtual_pipeline_model_parallel_size", 1) > 1 else []
+        axes["pipe_forward_wrap"] = make_axis("pipe-forward-wrap", wrapped, own=True)
+        axes["pipe_backward_wrap"] = make_axis("pipe-backward-wrap", wrapped, own=True)
         return cls(rank=rank, **axes)
 
     def label(self) -> str:
@@ -337,7 +352,7 @@ def _sizes_of(config: Any, rank: int, world_size: int) -> MeshSizes:
 
 
 def _default_groups(world_size: int, timeout_minutes: float | None) -> MakeGroup:
-    """Groups of `torch.distributed`; that of the whole world exists already."""
+    """Groups of `torch.distributed`; the first one of the whole world exists already."""
     if not dist.is_available() or not dist.is_initialized():
         raise MeshError(
             complaint(
@@ -350,9 +365,12 @@ def _default_groups(world_size: int, timeout_minutes: float | None) -> MakeGroup
     # Without one, a group gets torch's default limit, not that of init_process_group.
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
 
+    existing = [dist.group.WORLD]
+
     def make(ranks: list[int]) -> dist.ProcessGroup | None:
-        whole = len(ranks) == world_size
-        return dist.group.WORLD if whole else dist.new_group(ranks, timeout=timeout)
+        if len(ranks) == world_size and existing:
+            return existing.pop()
+        return dist.new_group(ranks, timeout=timeout)
 
     return make
 
@@ -364,12 +382,14 @@ class _AxisMaker:
         self.rank, self.make_group = rank, make_group
         self.made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
-    def __call__(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
+    def __call__(self, name: str, groups: Sequence[Sequence[int]], own: bool = False) -> Axis:
+        """Make the axis; `own` gives it process groups that no other axis shares."""
         mine = Axis.single(name, self.rank)
+        made = {} if own else self.made
         for group in groups:
             ranks = tuple(group)
-            if len(ranks) > 1 and ranks not in self.made:
-                self.made[ranks] = self.make_group(list(ranks))
+            if len(ranks) > 1 and ranks not in made:
+                made[ranks] = self.make_group(list(ranks))
             if len(ranks) > 1 and self.rank in ranks:
-                mine = Axis(name, len(ranks), ranks.index(self.rank), ranks, self.made[ranks])
+                mine = Axis(name, len(ranks), ranks.index(self.rank), ranks, made[ranks])
         return mine

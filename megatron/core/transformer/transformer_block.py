@@ -5,13 +5,14 @@ Shape legend: s local sequence, b microbatch, h hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from megatron.config.placement import Stage, whole_model
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.rotary import Rotation
@@ -30,26 +31,63 @@ class TransformerBlockSubmodules:
     final_layernorm: ModuleSpec
 
 
+class Layers(nn.Module):
+    """Layers by their number in the whole model, of which this rank may hold a part.
+
+    Args:
+        layers: Number (from 0) and layer, in order.
+    """
+
+    def __init__(self, layers: Iterable[tuple[int, nn.Module]]) -> None:
+        super().__init__()
+        for number, layer in layers:
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, number: int) -> nn.Module:
+        """The layer of that number."""
+        return self._modules[str(number)]  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        """Number of layers that this rank holds."""
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers in order."""
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+
 class TransformerBlock(nn.Module):
-    """All layers of a model and the final norm.
+    """The layers of a model and the final norm, or what pipeline stages hold of them.
 
     Args:
         build: Configuration, mesh, path and the rest that the parts need.
-        submodules: Their specifications.
+        submodules: The specifications of the whole model.
+        stages: The pipeline stages of this rank; default the whole model in one.
     """
 
-    def __init__(self, *, build: Build, submodules: TransformerBlockSubmodules) -> None:
+    def __init__(
+        self,
+        *,
+        build: Build,
+        submodules: TransformerBlockSubmodules,
+        stages: Sequence[Stage] | None = None,
+    ) -> None:
         super().__init__()
         config = build.config
         self._rng, self._fp8 = build.rng, build.fp8
-        self.layers = nn.ModuleList(
-            build_module(spec, build=build.at(f"layers.{i}"), layer_number=i + 1)
-            for i, spec in enumerate(submodules.layers)
+        stages = stages or (whole_model(len(submodules.layers)),)
+        self.layers = Layers(
+            (i, build_module(submodules.layers[i], build=build.at(f"layers.{i}"), layer_number=i + 1))
+            for stage in stages
+            for i in range(stage.first_layer, stage.last_layer)
         )
-        self.final_layernorm = build_module(
-            submodules.final_layernorm, config.hidden_size, build=build.at("final_layernorm")
-        )
-        self.recompute = list(recompute_plan(config, len(self.layers)))
+        self.final_layernorm: nn.Module | None = None
+        if any(stage.loss for stage in stages):
+            self.final_layernorm = build_module(
+                submodules.final_layernorm, config.hidden_size, build=build.at("final_layernorm")
+            )
+        self.stages = tuple(stages)
+        self.recompute = {s.index: list(recompute_plan(config, s.num_layers)) for s in stages}
 
     def forward(
         self,
@@ -57,23 +95,26 @@ class TransformerBlock(nn.Module):
         rotation: Rotation | None = None,
         cache: KVCache | None = None,
         document_starts: Tensor | None = None,
+        stage: Stage | None = None,
     ) -> Tensor:
-        """Run every layer and the final norm.
+        """Run the layers of a stage, and the final norm after the last one.
 
         Args:
             hidden: `[s or s/tp, b, h]`.
             rotation: Rotary positions of the whole local sequence, or None.
             cache: Keys and values of earlier tokens, in generation.
             document_starts: `[b, S]`, where documents start in the whole sequence, or None.
+            stage: Which of this rank's stages; default the first.
 
         Returns:
             The shape of `hidden`.
         """
-        for first, last, recomputed in self.recompute:
+        stage = stage or self.stages[0]
+        for start, end, recomputed in self.recompute[stage.index]:
             run = partial(
                 self._run,
-                first,
-                last,
+                stage.first_layer + start,
+                stage.first_layer + end,
                 rotation=rotation,
                 cache=cache,
                 document_starts=document_starts,
@@ -82,6 +123,8 @@ class TransformerBlock(nn.Module):
                 hidden = checkpoint(run, hidden, rng=self._rng, fp8=self._fp8)
             else:
                 hidden = run(hidden)
+        if not stage.loss or self.final_layernorm is None:
+            return hidden
         normed: Tensor = self.final_layernorm(hidden)
         return normed
 
@@ -95,8 +138,8 @@ class TransformerBlock(nn.Module):
         cache: KVCache | None,
         document_starts: Tensor | None,
     ) -> Tensor:
-        for layer in self.layers[first:last]:
-            hidden = layer(hidden, rotation, cache, document_starts)
+        for number in range(first, last):
+            hidden = self.layers[number](hidden, rotation, cache, document_starts)
         return hidden
 
 

@@ -5,7 +5,7 @@ Shape legend: s sequence, b microbatch, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,36 @@ class PositionEmbedding(nn.Module):
         return F.embedding(positions, self.weight.float()).to(self.weight.dtype)
 
 
+class TiedWordEmbedding(nn.Module):
+    """The last pipeline stage's copy of the word embedding, which its output layer multiplies with.
+
+    Same name, same initial values and the sum of both gradients on both sides: the copies stay
+    equal, and a checkpoint holds them once.
+
+    Args:
+        build: Configuration, mesh, path.
+    """
+
+    def __init__(self, *, build: Build) -> None:
+        super().__init__()
+        self.word_embeddings = word_embedding(build)
+        weight: Any = self.word_embeddings.weight
+        weight.shared_embedding = True
+        weight.shared = True  # sums over the model count the first stage's copy
+
+
+def word_embedding(build: Build) -> VocabParallelEmbedding:
+    """The table of word vectors below the embedding at `build.path`."""
+    config = build.config
+    return VocabParallelEmbedding(
+        config.padded_vocab_size,
+        config.hidden_size,
+        build=build.at("word_embeddings"),
+        init_method=init_methods(config).hidden,
+        reduce_scatter_embeddings=True,
+    )
+
+
 class LanguageModelEmbedding(nn.Module):
     """Word embedding, learned positions if the model has them, dropout.
 
@@ -78,13 +108,7 @@ class LanguageModelEmbedding(nn.Module):
         self.sequence_parallel = config.sequence_parallel and self.axis.size > 1
         self.hidden_dropout = config.hidden_dropout
         self._rng, self._path = build.rng, build.path
-        self.word_embeddings = VocabParallelEmbedding(
-            config.padded_vocab_size,
-            config.hidden_size,
-            build=build.at("word_embeddings"),
-            init_method=init_methods(config).hidden,
-            reduce_scatter_embeddings=True,
-        )
+        self.word_embeddings = word_embedding(build)
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(

@@ -5,12 +5,14 @@ Shape legend: s sequence, b microbatch, h hidden, v padded vocabulary, t tensor-
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from megatron.config.placement import Stage, whole_model
 from megatron.core.fp8.precision import PrecisionRow
-from megatron.core.models.gpt.embedding import LanguageModelEmbedding
+from megatron.core.models.gpt.embedding import LanguageModelEmbedding, TiedWordEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import gpt_decoder_spec
 from megatron.core.models.gpt.output_layer import OutputLayer
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -30,12 +32,24 @@ _OUTSIDE_FP8 = (
 class GPTModel(nn.Module):
     """A decoder-only transformer language model.
 
+    A pipeline rank holds some stages of it. Its modules keep the names that they have in the whole
+    model, so that a parameter's name never depends on the layout.
+
     Args:
         build: Configuration, mesh, backend, precision, random streams, device.
         decoder_spec: What the layers are made of; by default what the backend offers.
+        stages: The pipeline stages of this rank; default the whole model in one.
     """
 
-    def __init__(self, build: Build, decoder_spec: ModuleSpec | None = None) -> None:
+    embedding: LanguageModelEmbedding | TiedWordEmbedding | None
+    output_layer: OutputLayer | None
+
+    def __init__(
+        self,
+        build: Build,
+        decoder_spec: ModuleSpec | None = None,
+        stages: Sequence[Stage] | None = None,
+    ) -> None:
         super().__init__()
         config = build.config
         self.config = config
@@ -43,12 +57,24 @@ class GPTModel(nn.Module):
         self.vocab_size = config.vocab_size or config.padded_vocab_size
         self.tied = not config.untie_embeddings_and_output_weights
         self.spec = decoder_spec or gpt_decoder_spec(config, build.backend)
-        self.embedding = LanguageModelEmbedding(build=build.at("embedding"))
+        self.stages = tuple(stages or (whole_model(config.num_layers),))
+        self.pre_process = any(s.embedding for s in self.stages)
+        self.post_process = any(s.loss for s in self.stages)
+        self.embedding = None
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(build=build.at("embedding"))
+            if self.tied and not self.post_process:
+                weight: Any = self.embedding.word_embeddings.weight
+                weight.shared_embedding = True
+        elif self.tied and self.post_process:
+            self.embedding = TiedWordEmbedding(build=build.at("embedding"))
         self.rotary: RotaryEmbedding | None = None
         if config.position_embedding_type == "rope":
             self.rotary = RotaryEmbedding(build=build)
-        self.decoder = build_module(self.spec, build=build.at("decoder"))
-        self.output_layer = OutputLayer(build=build.at("output_layer"), tied=self.tied)
+        self.decoder = build_module(self.spec, build=build.at("decoder"), stages=self.stages)
+        self.output_layer = None
+        if self.post_process:
+            self.output_layer = OutputLayer(build=build.at("output_layer"), tied=self.tied)
 
     def forward(
         self,
@@ -57,8 +83,11 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         cache: KVCache | None = None,
         document_starts: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        stage: int = 0,
     ) -> Tensor:
-        """Compute the loss of every token, or the logits.
+        """Compute the loss of every token, the logits, or what the next pipeline stage needs.
 
         Args:
             tokens: `[b, s]` token ids; on a context-parallel rank its two chunks of the sequence.
@@ -67,16 +96,23 @@ class GPTModel(nn.Module):
             cache: Keys and values of earlier tokens, in generation; extended by these.
             document_starts: `[b, S]` on the CPU, where each position's document starts, for the
                 whole sequence; None to look across documents.
+            hidden: `[s or s/t, b, h]` from the stage before; None in the first stage.
+            stage: Which of this rank's stages to run, counted from 0.
 
         Returns:
-            `[b, s]` fp32 losses if labels are given, else logits `[b, s, v/t]`.
+            In the last stage `[b, s]` fp32 losses if labels are given, else logits `[b, s, v/t]`;
+            in the others `[s or s/t, b, h]`.
         """
-        hidden = self.embedding(tokens, position_ids)
+        part = self.stages[stage]
+        if isinstance(self.embedding, LanguageModelEmbedding) and part.embedding:
+            hidden = self.embedding(tokens, position_ids)
         rotation = None if self.rotary is None else self.rotary(position_ids)
-        hidden = self.decoder(hidden, rotation, cache, document_starts)
+        hidden = self.decoder(hidden, rotation, cache, document_starts, stage=part)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        shared = self.embedding.word_embeddings.weight if self.tied else None
+        if self.output_layer is None or not part.loss:
+            return hidden
+        shared = self.shared_embedding_or_output_weight() if self.tied else None
         logits: Tensor = self.output_layer(hidden, shared)  # [s, b, v/t]
         if labels is None:
             return logits.transpose(0, 1).contiguous()
@@ -86,8 +122,16 @@ class GPTModel(nn.Module):
         return losses.t().contiguous()
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter:
-        """The weight that the output layer multiplies with."""
-        weight = self.embedding.word_embeddings.weight if self.tied else self.output_layer.weight
+        """The weight that the output layer multiplies with.
+
+        Raises:
+            TypeError: This rank holds neither the embedding nor the output layer.
+        """
+        weight: nn.Parameter | None = None
+        if self.tied and self.embedding is not None:
+            weight = self.embedding.word_embeddings.weight
+        elif self.output_layer is not None:
+            weight = self.output_layer.weight
         if weight is None:
             raise TypeError("GPTModel: the output layer has no weight.")
         return weight
