@@ -17,6 +17,7 @@ from megatron.config import make_config
 from megatron.core.datasets.batch import Batch
 from megatron.core.fp8 import DelayedScaling, Fp8Policy, Fp8State, linear
 from megatron.core.shards import gather_full
+from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.training.initialize import Launch, start
 from megatron.training.providers import setup_model
 from megatron.training.step import TrainStep
@@ -142,15 +143,25 @@ def _train(rank: int, world_size: int, fields: dict[str, Any], steps: int) -> Ou
     outcome, params = Outcome(), dict(parts.model.named_parameters())
 
     def full(of: str) -> dict[str, torch.Tensor]:
-        return {
+        own = {
             name: gather_full(
                 param.main_grad if of == "grad" else param.detach(), param, runtime.mesh.tp
             ).clone()
             for name, param in params.items()
         }
+        return over_stages(own)
+
+    def over_stages(own: dict[str, Any]) -> dict[str, Any]:
+        """Join what the pipeline stages hold; copies of one tensor have to be equal bitwise."""
+        joined: dict[str, Any] = {}
+        for stage in gather_objects(own, runtime.mesh.pp):
+            for name in stage.keys() & joined.keys():
+                assert torch.equal(stage[name], joined[name]), f"{name} differs between stages"
+            joined |= stage
+        return joined
 
     def fp8_state() -> dict[str, dict[str, torch.Tensor]]:
-        return parts.fp8.book.state_dict() if parts.fp8.book is not None else {}
+        return over_stages(parts.fp8.book.state_dict()) if parts.fp8.book is not None else {}
 
     outcome.initial = full("value")
     for iteration in range(1, steps + 1):

@@ -49,7 +49,7 @@ class ParallelConfig:
     )
     pipeline_model_parallel_layout: str | None = field(
         None,
-        help="What each stage holds: E embedding, t layer, L loss, | next stage, as in 'Et|(tt|)*2tL'.",
+        help="What each stage holds, as in 'Et|(tt|)*2tL': E embedding, t layer, L loss.",
         fallback="an even split",
     )
     use_tp_pp_dp_mapping: bool = field(

@@ -1,8 +1,8 @@
 """Which layers each pipeline stage holds.
 
 Pure arithmetic on settings, so that a layout is judged before anything is built. A rank may hold
-several stages (virtual stages): stage `s` lives on rank `s % pipeline_size`, and stages are numbered
-in the order in which a batch passes through them.
+several stages (virtual stages): stage `s` lives on rank `s % pipeline_size`, and stages are
+numbered in the order in which a batch passes through them.
 """
 
 from __future__ import annotations

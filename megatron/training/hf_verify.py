@@ -223,8 +223,9 @@ def _our_parts(model: GPTModel) -> dict[str, tuple[nn.Module, Callable[[Any], Te
     def batch_first(out: Any) -> Tensor:
         return _tensor(out).transpose(0, 1)
 
+    embedding: Any = model.embedding
     parts: dict[str, tuple[nn.Module, Callable[[Any], Tensor]]] = {
-        "the embedding": (model.embedding, batch_first)
+        "the embedding": (embedding, batch_first)
     }
     decoder: Any = model.decoder
     for i, layer in enumerate(decoder.layers):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import PrecisionRow
+from megatron.core.mesh import Axis
+from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.observe.events import PrecisionLine, PrecisionTable
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -30,6 +33,24 @@ def summarize(rows: Iterable[PrecisionRow]) -> PrecisionTable:
             key = (module, gemm, row.requested, row.delivered, row.kernel, row.reason)
             counts[key] = counts.get(key, 0) + 1
     return PrecisionTable(tuple(PrecisionLine(*key, count) for key, count in counts.items()))
+
+
+def of_all_stages(rows: Iterable[PrecisionRow], axis: Axis) -> list[PrecisionRow]:
+    """Return the rows of the whole model, in its order, on every rank. Collective.
+
+    Args:
+        rows: Those of this rank's pipeline stages.
+        axis: The pipeline axis.
+    """
+    gathered = [row for part in gather_objects(list(rows), axis) for row in part]
+    if axis.size == 1:
+        return gathered
+
+    def place(row: PrecisionRow) -> int:
+        number = _LAYER_NUMBER.search(row.path)
+        return sys.maxsize if number is None else int(number[0])
+
+    return sorted(gathered, key=place)
 
 
 def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:

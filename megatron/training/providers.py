@@ -17,10 +17,13 @@ from megatron.core.dist_checkpointing import directory
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.fp8 import Fp8State
+from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MixedPrecisionOptimizer, build_optimizer, build_scheduler
 from megatron.core.optimizer.lr import ParamScheduler
+from megatron.core.pipeline_parallel.layout import local_stages
 from megatron.core.shards import global_shape
+from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.checkpoint_config import read_common, saved_settings
 from megatron.training.initialize import Runtime
@@ -108,7 +111,8 @@ def build_gpt(cfg: RunConfig, runtime: Runtime) -> tuple[GPTModel, Fp8State, Rng
         rng=rng,
         device=runtime.device,
     )
-    return GPTModel(build), fp8, rng
+    stages = local_stages(cfg, runtime.mesh.pp)
+    return GPTModel(build, stages=stages), fp8, rng
 
 
 def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
@@ -130,9 +134,11 @@ def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
     return Parts(model, ddp, optimizer, build_scheduler(cfg, optimizer), fp8, rng)
 
 
-def count_parameters(model: torch.nn.Module, tp_size: int) -> int:
-    """Return the parameters of the whole model, of which this rank may hold a part."""
-    return sum(math.prod(global_shape(p, tp_size)) for p in model.parameters())
+def count_parameters(model: torch.nn.Module, mesh: ParallelState) -> int:
+    """Return the parameters of the whole model, of which this rank may hold a part. Collective."""
+    own = [p for p in model.parameters() if not getattr(p, "shared", False)]
+    count = sum(math.prod(global_shape(p, mesh.tp.size)) for p in own)
+    return sum(gather_objects(count, mesh.pp))
 
 
 def setup_sources(cfg: RunConfig, tokenizer: Tokenizer, runtime: Runtime) -> Sources:

@@ -14,8 +14,10 @@ from megatron.core.datasets.source import Source
 from megatron.core.distributed.finalize import finalize_gradients
 from megatron.core.mesh import Axis
 from megatron.core.optimizer import StepResult
+from megatron.core.pipeline_parallel.layout import checked_schedule
+from megatron.core.pipeline_parallel.p2p import Pipes
 from megatron.core.pipeline_parallel.runner import Runner
-from megatron.core.pipeline_parallel.schedule import Action, Op, generate
+from megatron.core.pipeline_parallel.schedule import Action, Op
 from megatron.core.tensor_parallel.mappings import all_reduce_
 from megatron.training.initialize import Runtime
 from megatron.training.providers import Parts
@@ -41,6 +43,85 @@ class StepOutcome:
         return math.isfinite(self.loss)
 
 
+class Batches:
+    """The microbatches of one step, each read once although several stages may need it.
+
+    Args:
+        source: Where they come from.
+        runtime: Mesh and device.
+    """
+
+    def __init__(self, source: Source, runtime: Runtime) -> None:
+        self._source, self._device = source, runtime.device
+        self._dp_rank, self._cp = runtime.mesh.dp.rank, runtime.mesh.cp
+        self._consumed = 0
+        self._kept: dict[int, Batch] = {}
+
+    def start(self, consumed_samples: int) -> None:
+        """Begin a step."""
+        self._consumed = consumed_samples
+        self._kept.clear()
+
+    def get(self, microbatch: int, last_use: bool) -> Batch:
+        """Return a microbatch; after its last use it is forgotten."""
+        batch = self._kept.pop(microbatch, None)
+        if batch is None:
+            batch = self._source.batch(self._consumed, microbatch, self._dp_rank)
+            batch = batch.context_shard(self._cp).to(self._device)
+        if not last_use:
+            self._kept[microbatch] = batch
+        return batch
+
+
+def pipes_of(cfg: RunConfig, runtime: Runtime) -> Pipes | None:
+    """Return the channels to the other pipeline stages, None without any."""
+    mesh = runtime.mesh
+    if mesh.pp.size == 1:
+        return None
+    split = mesh.cp.size * (mesh.tp.size if cfg.sequence_parallel else 1)
+    shape = (cfg.seq_length // split, cfg.micro_batch_size, cfg.hidden_size)
+    return Pipes(mesh, shape, getattr(torch, cfg.params_dtype), runtime.device)
+
+
+def run_stage(
+    parts: Parts,
+    batches: Batches,
+    sums: torch.Tensor,
+    stage: int,
+    microbatch: int,
+    received: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run one stage forward.
+
+    Args:
+        parts: The model.
+        batches: The step's microbatches.
+        sums: `[tokens, loss]`; the last stage adds its own.
+        stage: Number of the stage in the pipeline.
+        microbatch: Number of the microbatch.
+        received: `[s or s/tp, b, h]` from the stage before, None in the first one.
+
+    Returns:
+        `[s or s/tp, b, h]` for the next stage; in the last one the sum of the token losses.
+    """
+    stages = parts.model.stages
+    index = next(i for i, one in enumerate(stages) if one.index == stage)
+    batch = batches.get(microbatch, last_use=index == len(stages) - 1)
+    output: torch.Tensor = parts.ddp(
+        batch.tokens,
+        batch.position_ids,
+        batch.labels,
+        document_starts=batch.document_starts,
+        hidden=received,
+        stage=index,
+    )
+    if not stages[index].loss:
+        return output
+    loss: torch.Tensor = (output * batch.loss_mask).sum()  # [b, s]
+    sums += torch.stack([batch.loss_mask.sum(), loss.detach()])
+    return loss
+
+
 class TrainStep:
     """Runs iterations of training; the work that the schedule's runner asks for.
 
@@ -57,16 +138,16 @@ class TrainStep:
     def __init__(self, cfg: RunConfig, runtime: Runtime, parts: Parts, source: Source) -> None:
         self.parts = parts
         self._mesh, self._device = runtime.mesh, runtime.device
-        self._source = source
+        self._batches = Batches(source, runtime)
         self._batch_size = int(cfg.global_batch_size)
         # FP16 overflows on purpose while the loss scale is found, so it always skips.
         self._skip_non_finite = bool(cfg.check_for_nan_in_loss_and_grad or cfg.fp16)
-        self._runner = Runner(self, self._root_gradient, before_backward=self._before_backward)
-        self._actions = generate(cfg.num_microbatches, num_stages=cfg.pipeline_model_parallel_size)[
-            self._mesh.pp.rank
-        ]
+        self._runner = Runner(
+            self, self._root_gradient, pipes_of(cfg, runtime), self._before_backward
+        )
+        self._actions = checked_schedule(cfg)[self._mesh.pp.rank]
         self._last_backward = [a for a in self._actions if a.op is Op.B][-1]
-        self.iteration, self._consumed = 0, 0
+        self.iteration = 0
         # [tokens, loss] summed over this rank's microbatches, later over the whole batch.
         self._sums = torch.zeros(2, device=self._device)
         self._loss, self._tokens, self._grad_norm = 0.0, 0.0, 0.0
@@ -83,8 +164,9 @@ class TrainStep:
             iteration: Its number, counted from 1; dropout depends on it.
             consumed_samples: Samples read before it; the data depend on it.
         """
-        self.iteration, self._consumed = iteration, consumed_samples
+        self.iteration = iteration
         self._sums.zero_()
+        self._batches.start(consumed_samples)
         self.parts.ddp.zero_grad_buffer()
         self._runner.run(self._actions)
         skip = self._skip_non_finite and not math.isfinite(self._loss)
@@ -95,15 +177,10 @@ class TrainStep:
 
     # -- what the runner asks for ---------------------------------------------------------------
 
-    def forward(self, microbatch: int) -> torch.Tensor:
-        """Return the sum of the token losses of one microbatch."""
+    def forward(self, stage: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Run a stage on one microbatch; the last one returns the sum of its token losses."""
         self.parts.rng.position = (self.iteration, microbatch)
-        batch = self._source.batch(self._consumed, microbatch, self._mesh.dp.rank)
-        batch = batch.context_shard(self._mesh.cp).to(self._device)
-        losses = token_losses(self.parts, batch)
-        loss: torch.Tensor = (losses * batch.loss_mask).sum()
-        self._sums += torch.stack([batch.loss_mask.sum(), loss.detach()])
-        return loss
+        return run_stage(self.parts, self._batches, self._sums, stage, microbatch, received)
 
     def _root_gradient(self) -> torch.Tensor | None:
         scale = self.parts.optimizer.backward_scale
@@ -115,7 +192,8 @@ class TrainStep:
 
     def sync_gradients(self) -> None:
         """Sum gradients, tokens and losses over the replicas and normalise by the tokens."""
-        totals = finalize_gradients(self.parts.ddp, self._mesh, self._sums)
+        sums = all_reduce_(self._sums, self._mesh.pp)  # only the last stage has counted
+        totals = finalize_gradients(self.parts.ddp, self._mesh, sums)
         self._tokens, loss = totals.tolist()
         self._loss = loss / max(self._tokens, 1.0)
 
@@ -130,14 +208,6 @@ class TrainStep:
             self.parts.fp8.sync(self._mesh.amax)
         else:
             self.parts.fp8.discard()
-
-
-def token_losses(parts: Parts, batch: Batch) -> torch.Tensor:
-    """Run the model on a batch: fp32 losses `[b, s]`."""
-    losses: torch.Tensor = parts.ddp(
-        batch.tokens, batch.position_ids, batch.labels, document_starts=batch.document_starts
-    )
-    return losses
 
 
 @torch.no_grad()
@@ -172,22 +242,42 @@ def evaluate(
     Returns:
         The loss, None when the evaluation was ended early.
     """
-    mesh, device = runtime.mesh, runtime.device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    mesh = runtime.mesh
+    work = _Evaluation(runtime, parts, source)
+    runner = Runner(work, transport=pipes_of(cfg, runtime))
+    actions = checked_schedule(cfg, training=False)[mesh.pp.rank]
     parts.ddp.eval()
     try:
         with parts.fp8.not_recording():
             for iteration in range(cfg.eval_iters):
                 if should_stop():
                     return None
-                consumed = consumed_samples + iteration * cfg.global_batch_size
-                for microbatch in range(cfg.num_microbatches):
-                    batch = source.batch(consumed, microbatch, mesh.dp.rank)
-                    batch = batch.context_shard(mesh.cp).to(device)
-                    losses = token_losses(parts, batch)
-                    loss = (losses * batch.loss_mask).sum()
-                    sums += torch.stack([batch.loss_mask.sum(), loss])
+                work.batches.start(consumed_samples + iteration * cfg.global_batch_size)
+                runner.run(actions)
     finally:
         parts.ddp.train()
-    tokens, loss_sum = all_reduce_(sums, mesh.dp_cp).tolist()
+    tokens, loss_sum = all_reduce_(all_reduce_(work.sums, mesh.pp), mesh.dp_cp).tolist()
     return float(loss_sum / max(tokens, 1.0))
+
+
+class _Evaluation:
+    """What the schedule's runner asks for in an evaluation.
+
+    Attributes:
+        batches: The microbatches.
+        sums: `[tokens, loss]` of this rank, fp64.
+    """
+
+    def __init__(self, runtime: Runtime, parts: Parts, source: Source) -> None:
+        self._parts = parts
+        self.batches = Batches(source, runtime)
+        self.sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+
+    def forward(self, stage: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        return run_stage(self._parts, self.batches, self.sums, stage, microbatch, received)
+
+    def sync_gradients(self) -> None:
+        """There are none."""
+
+    def sync_amax(self) -> None:
+        """Nothing is recorded."""

@@ -158,7 +158,7 @@ class Trainer:
                 device=str(self._runtime.device.type),
                 backend=self._runtime.backend.name,
                 backend_reason=self._runtime.backend_reason,
-                parameters=count_parameters(parts.model, self.mesh.tp.size),
+                parameters=count_parameters(parts.model, self.mesh),
                 flops_per_iteration=self._flops,
                 iteration=self.progress.iteration,
             )
@@ -168,7 +168,7 @@ class Trainer:
             f"Theoretical memory footprints: weight and optimizer={weights:.2f} MB, "
             f"activation={activations:.2f} MB, total={weights + activations:.2f} MB"
         )
-        rows = parts.model.named_precision_rows()
+        rows = precision.of_all_stages(parts.model.named_precision_rows(), self.mesh.pp)
         self.bus.emit(precision.summarize(rows))
         if not cfg.fp8_allow_fallback:
             precision.refuse_fallback(rows)

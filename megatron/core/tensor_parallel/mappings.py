@@ -71,6 +71,15 @@ def _check_divisible(x: torch.Tensor, axis: Axis, dim: int) -> None:
         )
 
 
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Return every rank's picklable value, in rank order, on every rank. For small things only."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
 def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     """Reduce `x` over `axis` in place and return it. `x` must be contiguous."""
     reduce_op = _reduce_op(x, op)

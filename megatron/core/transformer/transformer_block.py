@@ -77,7 +77,12 @@ class TransformerBlock(nn.Module):
         self._rng, self._fp8 = build.rng, build.fp8
         stages = stages or (whole_model(len(submodules.layers)),)
         self.layers = Layers(
-            (i, build_module(submodules.layers[i], build=build.at(f"layers.{i}"), layer_number=i + 1))
+            (
+                i,
+                build_module(
+                    submodules.layers[i], build=build.at(f"layers.{i}"), layer_number=i + 1
+                ),
+            )
             for stage in stages
             for i in range(stage.first_layer, stage.last_layer)
         )
