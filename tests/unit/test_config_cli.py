@@ -349,8 +349,9 @@ TUTORIAL = {
         " --fp8-amax-compute-algo max --fp8-margin 0 --fp8-wgrad",
         8,
     ),
-    "70B without its pipeline": (
-        "--tensor-model-parallel-size 4 --fp8-format hybrid --fp8-amax-history-len 1024"
+    "70B": (
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
+        " --fp8-format hybrid --fp8-amax-history-len 1024"
         " --fp8-amax-compute-algo max --fp8-margin 0 --fp8-wgrad --num-layers 80"
         " --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --micro-batch-size 2"
         " --global-batch-size 512 --lr 1.5e-4 --clip-grad 1.5 --bf16",
@@ -376,11 +377,14 @@ class TestLaunchLines:
         assert cfg.fp8_format == "hybrid"
         assert RunConfig.from_dict(cfg.to_dict()) == cfg
 
-    def test_pipeline_is_refused_by_name(self):
-        line, world_size = TUTORIAL["70B without its pipeline"]
-        (problem,) = problems(f"{line} --pipeline-model-parallel-size 2", world_size)
-        assert problem.startswith("--pipeline-model-parallel-size: got 2.")
-        assert "not in this release" in problem
+    def test_a_pipeline_layout_on_the_command_line(self):
+        cfg = config(
+            "--pipeline-model-parallel-size 2 --num-layers 6 --hidden-size 64"
+            " --num-attention-heads 4 --pipeline-model-parallel-layout Et|(tt|)*2tL"
+            " --global-batch-size 4",
+            2,
+        )
+        assert cfg.virtual_pipeline_model_parallel_size == 2
 
     def test_selective_recomputation_takes_no_number_of_layers(self):
         line = "--recompute-activations --recompute-granularity selective --recompute-num-layers 24"

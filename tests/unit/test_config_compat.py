@@ -81,7 +81,7 @@ def test_accepted_with_one_notice(line):
         (("--moe-router-topk", "2"), ["got 2", "ixture-of-experts"]),
         (("--num-experts", "8"), ["ixture-of-experts"]),
         (("--multi-latent-attention",), ["ulti-latent"]),
-        (("--num-layers-per-virtual-pipeline-stage", "2"), ["ipeline"]),
+        (("--overlap-p2p-communication-warmup-flush",), ["part of pipeline"]),
         (("--cp-comm-type", "a2a+p2p"), ["Two levels", "all_gather"]),
         (("--hierarchical-context-parallel-sizes", "2", "2"), ["in levels", "--cp-comm-type"]),
         (("--tp-comm-overlap",), ["overlapped"]),

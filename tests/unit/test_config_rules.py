@@ -88,9 +88,14 @@ REFUSED = [
     ),
     # mesh
     (
-        {"pipeline_model_parallel_size": 2},
-        "--pipeline-model-parallel-size",
-        ["not in this release"],
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        "--num-virtual-stages-per-pipeline-rank",
+        ["got 2 and 1", "Set --pipeline-model-parallel-size"],
+    ),
+    (
+        {"account_for_loss_in_pipeline_split": True},
+        "--account-for-loss-in-pipeline-split",
+        ["nothing to place"],
     ),
     ({"context_parallel_size": 0}, "--context-parallel-size", ["at least 1"]),
     ({"cp_comm_type": ["p2p", "p2p", "a2a"]}, "--cp-comm-type", ["3 values", "1 or 2 values"]),
@@ -244,6 +249,10 @@ def test_refused_alone(fields, flag, words):
         assert word in str(found[0])
 
 
+PP2 = {"pipeline_model_parallel_size": 2, "global_batch_size": 4}
+PP4 = {"pipeline_model_parallel_size": 4, "global_batch_size": 8}
+LAYOUT = "pipeline_model_parallel_layout"
+
 # (world size, settings, first flag, words)
 CP2 = {"context_parallel_size": 2}
 REFUSED_ON_A_MESH = [
@@ -274,6 +283,80 @@ REFUSED_ON_A_MESH = [
         ["a2a, 4 and 4", "has 2 of them"],
     ),
     (2, {**FP8, **CP2, "seq_length": 24}, "--seq-length", ["got 12", "one rank", "16"]),
+    (3, PP2, "--tensor-model-parallel-size", ["on 3 processes", "multiple of 2"]),
+    (2, PP2 | {"num_layers": 5}, "--num-layers", ["5 layers over 2 stages", "4 or 6"]),
+    (4, PP4, "--num-layers", ["2 layers over 4 stages", "--num-layers 4"]),
+    (
+        2,
+        PP2 | {"num_layers": 4, "account_for_embedding_in_pipeline_split": True},
+        "--num-layers",
+        ["4 layers and 1 reserved places", "3 or 5"],
+    ),
+    (
+        2,
+        PP2 | {"decoder_first_pipeline_num_layers": 2},
+        "--decoder-first-pipeline-num-layers",
+        ["2 of 2 layers over 2 ranks", "0 layers are left"],
+    ),
+    (
+        2,
+        PP2
+        | {"num_layers": 6, "decoder_first_pipeline_num_layers": 3}
+        | {"num_virtual_stages_per_pipeline_rank": 2},
+        "--decoder-first-pipeline-num-layers",
+        ["3 layers and 2", "multiple of 2"],
+    ),
+    (
+        2,
+        PP2 | {"decoder_last_pipeline_num_layers": 1, "account_for_loss_in_pipeline_split": True},
+        "--decoder-last-pipeline-num-layers",
+        ["nothing to account for"],
+    ),
+    (
+        2,
+        PP2 | {"num_layers": 6, "num_layers_per_virtual_pipeline_stage": 2},
+        "--num-layers-per-virtual-pipeline-stage",
+        ["2 with 3 layers a rank", "divisor of 3"],
+    ),
+    (
+        2,
+        PP2
+        | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}
+        | {"num_virtual_stages_per_pipeline_rank": 2},
+        "--num-layers-per-virtual-pipeline-stage",
+        ["1 and 2", "Keep one"],
+    ),
+    (2, PP2 | {LAYOUT: "Et|t|L"}, "--pipeline-model-parallel-layout", ["3 stages", "2 ranks"]),
+    (2, PP2 | {LAYOUT: "Et|L"}, "--pipeline-model-parallel-layout", ["places 1 of 2"]),
+    (2, PP2 | {LAYOUT: "t|EtL"}, "--pipeline-model-parallel-layout", ["Begin with E"]),
+    (2, PP2 | {LAYOUT: "Et||t|L"}, "--pipeline-model-parallel-layout", ["empty stage"]),
+    (2, PP2 | {LAYOUT: "Et|t,m|L"}, "--pipeline-model-parallel-layout", ["multi-token"]),
+    (
+        2,
+        PP2 | {LAYOUT: "Et|tL", "decoder_first_pipeline_num_layers": 1},
+        "--pipeline-model-parallel-layout",
+        ["Remove --decoder-first-pipeline-num-layers"],
+    ),
+    (
+        2,
+        PP2 | {"microbatch_group_size_per_virtual_pipeline_stage": 2},
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        ["several virtual stages"],
+    ),
+    (
+        2,
+        PP2 | {"num_layers": 4, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 3},
+        "--global-batch-size",
+        ["3 microbatches in groups of 2", "multiple of 2"],
+    ),
+    (
+        2,
+        PP2
+        | {"num_layers": 4, "num_virtual_stages_per_pipeline_rank": 2}
+        | {"pipeline_schedule": "gpipe"},
+        "--pipeline-schedule",
+        ["gpipe and 2"],
+    ),
     (6, {"tensor_model_parallel_size": 4}, "--tensor-model-parallel-size", ["on 6 processes"]),
     (
         3,
@@ -385,6 +468,26 @@ def test_accepted(fields):
     assert problems(**fields) == []
 
 
+ACCEPTED_ON_A_MESH = [
+    (2, PP2),
+    (2, PP2 | {"pipeline_schedule": "gpipe", "use_tp_pp_dp_mapping": True}),
+    (2, PP2 | {"num_layers": 8, "num_layers_per_virtual_pipeline_stage": 2}),
+    (4, PP4 | {LAYOUT: "Et|(t|)*2tL", "num_layers": 4}),
+    (4, PP4 | {"account_for_embedding_in_pipeline_split": True}
+     | {"account_for_loss_in_pipeline_split": True}),
+    (2, PP2 | {"num_layers": 3, "decoder_last_pipeline_num_layers": 1}),
+    (2, PP2 | {"num_layers": 4, "num_virtual_stages_per_pipeline_rank": 2}
+     | {"microbatch_group_size_per_virtual_pipeline_stage": 3, "global_batch_size": 8}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "fields"), ACCEPTED_ON_A_MESH, ids=lambda v: str(v)[:60])
+def test_accepted_on_a_mesh(world_size, fields):
+    assert problems(world_size, **fields) == []
+    cfg = make_config(world_size, **{**TINY, **fields})
+    assert type(cfg).from_dict(cfg.to_dict()) == cfg
+
+
 def test_all_problems_come_at_once():
     found = problems(
         4,
@@ -394,7 +497,7 @@ def test_all_problems_come_at_once():
         bf16=True,
         lr="fast",
         layer_count=3,
-        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_size=3,
         recompute_num_layers=1,
         save="x",
     )
@@ -405,7 +508,8 @@ def test_all_problems_come_at_once():
         "--hidden-size",
         "--num-attention-heads",
         "--fp16",
-        "--pipeline-model-parallel-size",
+        "--tensor-model-parallel-size",
+        "--num-layers",
         "--recompute-num-layers",
         "--save-interval",
     ):
@@ -486,7 +590,7 @@ def test_every_rule_is_documented_and_exercised():
 
 def test_rules_are_listed_by_subject():
     modules = [one.__module__.rpartition("_")[2] for one in RULES]
-    assert list(dict.fromkeys(modules)) == ["model", "parallel", "training", "data"]
+    assert list(dict.fromkeys(modules)) == ["model", "parallel", "pipeline", "training", "data"]
     assert len(list(dict.fromkeys(modules))) == len(
         [m for m, before in zip(modules, [None, *modules], strict=False) if m != before]
     )
