@@ -1,0 +1,120 @@
+"""Draw what a run is going to do, without running it.
+
+    python tools/show.py schedule --pp 4 --microbatches 8
+    python tools/show.py schedule --pp 4 --microbatches 8 --schedule interleaved --vpp 2
+
+One line a pipeline rank and one column a time step: ``3`` is the forward pass of microbatch 3,
+``3'`` its backward pass, ``.`` idle time. With virtual stages a letter names the rank's stage: ``a3``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.errors import MegatronError  # noqa: E402  (the path is set just above)
+from megatron.core.pipeline_parallel.schedule import Op, generate, lower, to_text  # noqa: E402
+from megatron.core.pipeline_parallel.simulate import Report, ideal_bubble, simulate  # noqa: E402
+
+_MAX_COLUMNS = 400
+
+
+def grid(report: Report, pipeline_size: int, virtual_size: int) -> str:
+    """Return the time axis as text, one line a rank.
+
+    Args:
+        report: From a simulation in which every cost is a whole number.
+        pipeline_size: Ranks.
+        virtual_size: Stages a rank.
+    """
+    rows = []
+    for number, spans in enumerate(report.spans):
+        cells = ["."] * round(report.makespan)
+        for span in spans:
+            action = span.action
+            stage = chr(ord("a") + action.stage // pipeline_size) if virtual_size > 1 else ""
+            mark = "'" if action.op is Op.B else ""
+            for step in range(round(span.start), round(span.end)):
+                cells[step] = f"{stage}{action.microbatch}{mark}"
+        rows.append((number, cells))
+    width = max((len(cell) for _, cells in rows for cell in cells), default=1)
+    return "\n".join(
+        f"rank {number}: " + " ".join(cell.ljust(width) for cell in cells).rstrip()
+        for number, cells in rows
+    )
+
+
+def describe(report: Report, args: argparse.Namespace) -> str:
+    """Return the figures below the grid."""
+    formula = ideal_bubble(args.microbatches, args.pp, args.vpp)
+    what = "(stage, microbatch) pairs" if args.vpp > 1 else "microbatches"
+    live = ", ".join(str(n) for n in report.peak_live)
+    return (
+        f"bubble: {report.bubble:.1%} of the computing time; (p - 1) / (v m) = {formula:.1%}\n"
+        f"time: {report.makespan:g} with forward 1 and backward {args.backward_cost:g}\n"
+        f"peak of {what} whose activations are kept, by rank: {live}"
+    )
+
+
+def show_schedule(args: argparse.Namespace) -> None:
+    """Print a schedule's grid and figures, or its actions."""
+    schedule = lower(
+        generate(
+            args.microbatches,
+            pipeline_size=args.pp,
+            virtual_size=args.vpp,
+            kind="gpipe" if args.schedule == "gpipe" else "1f1b",
+            group_size=args.group_size,
+        )
+    )
+    report = simulate(schedule, backward_cost=args.backward_cost)
+    if args.actions:
+        print(to_text(schedule))
+    elif report.makespan <= _MAX_COLUMNS:
+        print(grid(report, args.pp, args.vpp))
+    else:
+        print(f"(no grid: it would be {report.makespan:g} columns wide)")
+    print(describe(report, args))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("schedule", help="a pipeline schedule on a time axis")
+    one.add_argument("--pp", type=int, required=True, help="pipeline ranks")
+    one.add_argument("--microbatches", type=int, required=True, help="microbatches of a step")
+    one.add_argument(
+        "--schedule",
+        choices=("1f1b", "gpipe", "interleaved"),
+        default="1f1b",
+        help="interleaved is 1f1b with several stages a rank",
+    )
+    one.add_argument("--vpp", type=int, help="virtual stages a rank (default: 2 if interleaved)")
+    one.add_argument("--group-size", type=int, help="microbatches in a group (default: --pp)")
+    one.add_argument(
+        "--backward-cost", type=int, default=2, help="time of a backward pass; a forward takes 1"
+    )
+    one.add_argument("--actions", action="store_true", help="list the actions instead")
+    args = parser.parse_args(argv)
+    if args.vpp is None:
+        args.vpp = 2 if args.schedule == "interleaved" else 1
+    if args.schedule != "interleaved" and args.vpp > 1:
+        parser.error(f"--vpp {args.vpp} needs --schedule interleaved")
+    try:
+        show_schedule(args)
+    except MegatronError as error:
+        print(f"show: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
