@@ -4,7 +4,8 @@
     python tools/show.py schedule --pp 4 --microbatches 8 --schedule interleaved --vpp 2
 
 One line a pipeline rank and one column a time step: ``3`` is the forward pass of microbatch 3,
-``3'`` its backward pass, ``.`` idle time. With virtual stages a letter names the rank's stage: ``a3``.
+``3'`` its backward pass, ``.`` idle time. With virtual stages a letter names the rank's stage, as
+in ``a3``.
 """
 
 from __future__ import annotations
