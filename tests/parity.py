@@ -156,7 +156,9 @@ def _train(rank: int, world_size: int, fields: dict[str, Any], steps: int) -> Ou
         joined: dict[str, Any] = {}
         for stage in gather_objects(own, runtime.mesh.pp):
             for name in stage.keys() & joined.keys():
-                assert torch.equal(stage[name], joined[name]), f"{name} differs between stages"
+                # As bytes, because a NaN equals nothing.
+                copies = [x[name].contiguous().view(torch.uint8) for x in (stage, joined)]
+                assert torch.equal(*copies), f"{name} differs between stages"
             joined |= stage
         return joined
 

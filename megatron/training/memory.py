@@ -62,7 +62,10 @@ def count_parameters(cfg: RunConfig) -> int:
 
 
 def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
-    """Estimate what one rank needs, in bytes: (weights and optimizer, activations).
+    """Estimate what a rank of the first pipeline stage needs: (weights and optimizer, activations).
+
+    In bytes. The stage holds its share of the layers and the embedding; 1F1B keeps the activations
+    of as many microbatches as there are stages in flight, so that share does not count there.
 
     Weights and optimizer: 18 bytes a parameter (BF16 weight, FP32 gradient, master and two Adam
     moments); the distributed optimizer spreads 12 of them over the replicas. Activations of a
@@ -70,14 +73,27 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
     otherwise s b h (10 + 24 / tp). Source: Korthikanti et al., "Reducing Activation Recomputation
     in Large Transformer Models", 2022.
     """
-    tp = cfg.tensor_model_parallel_size
+    tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
     replicas = cfg.data_parallel_size if cfg.use_distributed_optimizer else 1
-    weights = (6.0 + 12.0 / replicas) * count_parameters(cfg) / tp
+    parameters = float(count_parameters(cfg))
+    if pp > 1:
+        table = cfg.padded_vocab_size * cfg.hidden_size
+        copies = 2 if cfg.untie_embeddings_and_output_weights else 1
+        parameters = (parameters - copies * table) / pp + table
+    weights = (6.0 + 12.0 / replicas) * parameters / tp
     tokens = cfg.seq_length * cfg.micro_batch_size / cfg.context_parallel_size
     h = cfg.hidden_size
     if cfg.sequence_parallel and cfg.recompute_granularity == "selective":
         layer = tokens * h * (18.0 + 4.0 * cfg.ffn_hidden_size / h) / tp
     else:
         layer = tokens * h * (10.0 + 24.0 / tp)
-    ends = 8.0 * tokens + tokens * h + 4.0 * tokens * h * (1.0 + cfg.padded_vocab_size / h)
-    return weights, cfg.num_layers * layer + ends / tp
+    ends = 8.0 * tokens + tokens * h
+    if pp == 1:
+        ends += 4.0 * tokens * h * (1.0 + cfg.padded_vocab_size / h)
+    in_flight = cfg.num_microbatches
+    if cfg.pipeline_schedule == "1f1b":
+        virtual = cfg.virtual_pipeline_model_parallel_size
+        # Virtual stages keep 1 + (p - 1) / (p v) as much (Narayanan et al., SC 2021).
+        most = pp if virtual == 1 else pp + (pp - 1) / virtual
+        in_flight = min(in_flight, most)
+    return weights, in_flight * (cfg.num_layers / pp * layer + ends / tp)

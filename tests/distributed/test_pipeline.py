@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from parity import Outcome, run_layout, worst
 
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -73,3 +74,79 @@ def test_fp32(name):
     assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
     assert worst(outcome.grads, expected.grads)[0] < 1e-5
     assert worst(outcome.final, expected.final)[0] < 1e-5
+
+
+DELAYED = {
+    "fp8_format": "hybrid",
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": 16,
+    "fp8_amax_compute_algo": "max",
+    "fp8_emulation": "exact",
+}
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2-tp2-sp", "pp2-dp2", "pp2-vpp2", "pp2-recompute"])
+def test_delayed_scaling(name):
+    """Every stage has the scales that its layers have in one process; stages share none."""
+    model, layout, ranks = CASES[name]
+    steps = 10
+    expected = alone(steps, **(model | DELAYED))
+    outcomes = run_layout(model | layout | DELAYED, ranks, steps)
+    outcome = outcomes[0]
+    assert outcome.fp8.keys() == expected.fp8.keys()
+    for path, entries in expected.fp8.items():
+        for key, value in entries.items():
+            assert torch.allclose(outcome.fp8[path][key], value, rtol=1e-6, atol=0), (path, key)
+    if "tp" not in name:  # no sum was taken in another order: bitwise
+        assert outcome.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
+        assert worst(outcome.grads, expected.grads)[0] < 1e-5
+    pairs = list(zip(outcome.losses, expected.losses, strict=True))
+    # A sum in another order can push a value over a boundary of the FP8 grid.
+    assert sum(abs(a - b) / b for a, b in pairs) / steps < 1e-3
+    assert all(o.losses == outcome.losses for o in outcomes)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_recompute_is_bitwise_in_bf16_with_dropout(recipe):
+    fields = (
+        FOUR
+        | PP2
+        | VPP2
+        | {
+            "bf16": True,
+            "fp8_format": "hybrid",
+            "fp8_recipe": recipe,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+        }
+    )
+    plain = run_layout(fields, 2, 2)[0]
+    again = run_layout(fields | RECOMPUTE, 2, 2)[0]
+    assert again.losses == plain.losses
+    assert worst(again.grads, plain.grads)[0] == 0
+
+
+def test_schedules_agree_bitwise():
+    """Any order of the passes draws the same dropout and adds the same gradients in one order."""
+    fields = FOUR | PP2 | {"bf16": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    one = run_layout(fields, 2, 3)[0]
+    for other in ({"pipeline_schedule": "gpipe"}, VPP2):
+        assert run_layout(fields | other, 2, 3)[0].losses == one.losses
+    alone_losses = run_layout(FOUR | {k: v for k, v in fields.items() if k not in PP2}, 1, 3)
+    assert alone_losses[0].losses == pytest.approx(one.losses, rel=1e-6)
+
+
+ADAM = {"optimizer": "adam", "clip_grad": 0.1, "weight_decay": 0.1, "lr": 0.01, "min_lr": 0.01}
+
+
+@pytest.mark.parametrize("fields", [{}, {"bf16": True}, {"fp16": True}], ids=str)
+def test_tied_copies_stay_equal(fields):
+    """With clipping, weight decay and loss scaling; the harness compares the copies bitwise."""
+    steps = 8
+    outcomes = run_layout(PP2 | ADAM | fields, 2, steps)
+    assert outcomes[0].losses == outcomes[1].losses
+    if not fields:
+        expected = alone(steps, **ADAM)
+        assert outcomes[0].losses[-1] < outcomes[0].losses[0]
+        assert outcomes[0].losses == pytest.approx(expected.losses, rel=1e-4)
+        assert outcomes[0].grad_norms == pytest.approx(expected.grad_norms, rel=1e-3)
