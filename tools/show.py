@@ -16,9 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.errors import MegatronError  # noqa: E402  (the path is set just above)
-from megatron.core.pipeline_parallel.schedule import Op, generate, lower, to_text  # noqa: E402
-from megatron.core.pipeline_parallel.simulate import Report, ideal_bubble, simulate  # noqa: E402
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
+from megatron.core.errors import MegatronError, complaint
+from megatron.core.pipeline_parallel.schedule import Op, generate, lower, to_text
+from megatron.core.pipeline_parallel.simulate import Report, ideal_bubble, simulate
 
 _MAX_COLUMNS = 400
 
@@ -83,11 +84,7 @@ def show_schedule(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("schedule", help="a pipeline schedule on a time axis")
     one.add_argument("--pp", type=int, required=True, help="pipeline ranks")
@@ -108,11 +105,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.vpp is None:
         args.vpp = 2 if args.schedule == "interleaved" else 1
     if args.schedule != "interleaved" and args.vpp > 1:
-        parser.error(f"--vpp {args.vpp} needs --schedule interleaved")
+        fix = "Add --schedule interleaved"
+        why = "Several stages a rank are interleaved"
+        print(f"error: {complaint('--vpp', args.vpp, why, fix)}", file=sys.stderr)
+        return BAD_ARGUMENTS
     try:
         show_schedule(args)
     except MegatronError as error:
-        print(f"show: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

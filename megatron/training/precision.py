@@ -48,9 +48,12 @@ def of_all_stages(rows: Iterable[PrecisionRow], axis: Axis) -> list[PrecisionRow
 
     def place(row: PrecisionRow) -> int:
         number = _LAYER_NUMBER.search(row.path)
-        return sys.maxsize if number is None else int(number[0])
+        if number is not None:
+            return int(number[0])
+        return -1 if row.path.startswith("embedding") else sys.maxsize
 
-    return sorted(gathered, key=place)
+    # A tied embedding is on two stages.
+    return sorted(dict.fromkeys(gathered), key=place)
 
 
 def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:

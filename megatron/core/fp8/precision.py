@@ -53,6 +53,11 @@ class PrecisionRow:
         return self.requested != self.delivered
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a high-precision type in the table."""
+    return _SHORT.get(dtype, "?")
+
+
 @dataclass
 class _CachedWeight:
     """A quantized weight and what it was made from."""
@@ -187,7 +192,7 @@ class LinearPrecision:
 
     def row(self, gemm: str = "fprop") -> PrecisionRow:
         """The line of one matrix product."""
-        decision, plain = self.decision, _SHORT.get(self.state.params_dtype, "?")
+        decision, plain = self.decision, dtype_name(self.state.params_dtype)
         in_fp8 = decision.recipe is not None and (gemm != "wgrad" or decision.wgrad)
         if not in_fp8 or decision.recipe is None:
             reason = decision.reason or decision.wgrad_reason

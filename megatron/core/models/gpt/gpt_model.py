@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from megatron.config.placement import Stage, whole_model
-from megatron.core.fp8.precision import PrecisionRow
+from megatron.core.fp8.precision import PrecisionRow, dtype_name
 from megatron.core.models.gpt.embedding import LanguageModelEmbedding, TiedWordEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import gpt_decoder_spec
 from megatron.core.models.gpt.output_layer import OutputLayer
@@ -54,6 +54,7 @@ class GPTModel(nn.Module):
         config = build.config
         self.config = config
         self.axis = build.mesh.tp
+        self._plain = dtype_name(build.params_dtype)
         self.vocab_size = config.vocab_size or config.padded_vocab_size
         self.tied = not config.untie_embeddings_and_output_weights
         self.spec = decoder_spec or gpt_decoder_spec(config, build.backend)
@@ -141,7 +142,7 @@ class GPTModel(nn.Module):
 
         What no FP8 recipe covers is listed too: the table is the whole model.
         """
-        plain = self.output_layer.precision.row().delivered
+        plain = self._plain
         rows: list[PrecisionRow] = []
         for path, module in self.named_modules():
             precision = getattr(module, "precision", None)
