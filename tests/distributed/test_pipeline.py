@@ -6,7 +6,16 @@ import functools
 
 import pytest
 import torch
-from parity import Outcome, run_layout, worst
+from distpool import run_ranks
+from parity import BASE, Outcome, SyntheticSource, run_layout, worst
+
+from megatron.config import make_config
+from megatron.core.mesh import ParallelState
+from megatron.core.pipeline_parallel.p2p import Pipes
+from megatron.core.pipeline_parallel.schedule import Action
+from megatron.training.initialize import Launch, start
+from megatron.training.providers import setup_model
+from megatron.training.step import TrainStep
 
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
@@ -150,3 +159,36 @@ def test_tied_copies_stay_equal(fields):
         assert outcomes[0].losses[-1] < outcomes[0].losses[0]
         assert outcomes[0].losses == pytest.approx(expected.losses, rel=1e-4)
         assert outcomes[0].grad_norms == pytest.approx(expected.grad_norms, rel=1e-3)
+
+
+def poisoned(rank, world_size, where):
+    """Two steps, the first with a NaN in one stage: what each rank did, and its weights' change."""
+    fields = PP2 | ADAM | {"fp8_format": "hybrid", "fp8_recipe": "delayed", "train_iters": 2}
+    cfg = make_config(world_size=world_size, **{**BASE, **fields})
+    runtime = start(cfg, Launch(rank, world_size, rank, world_size))
+    parts = setup_model(cfg, runtime)
+    step = TrainStep(cfg, runtime, parts, SyntheticSource(cfg, runtime.mesh.dp.size))
+    before = [p.detach().clone() for p in parts.model.parameters()]
+    if where == "gradient" and rank == 0:
+        weight = parts.model.embedding.position_embeddings.weight
+        weight.register_hook(lambda grad: grad * float("nan"))
+    if where == "loss" and rank == 1:
+        forward = parts.model.forward
+        parts.model.forward = lambda *a, **k: forward(*a, **k) * float("inf")
+    outcome = step.run(1, 0)
+    same = all(torch.equal(a, b) for a, b in zip(before, parts.model.parameters(), strict=True))
+    scales = parts.fp8.book.scale.clone()
+    return outcome.update.success, outcome.loss_is_finite, same, bool((scales == 1).all())
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_one_stage_with_a_nan_makes_all_skip(where):
+    """No weight moves and no scale is made of the step, on any stage."""
+    for found in run_ranks(poisoned, 2, where, detail=False):
+        assert found == (False, where == "gradient", True, True)
+
+
+def test_a_wrong_shape_is_refused_before_it_is_sent():
+    pipes = Pipes(ParallelState.single(), (4, 2, 8), torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"0SEND_F1: \(4, 2, 9\)"):
+        pipes.send(Action.parse("0SEND_F1"), torch.zeros(4, 2, 9))

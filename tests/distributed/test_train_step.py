@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.config import make_config
 from megatron.core.datasets.source import Source
 from megatron.core.shards import gather_full
+from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.training.initialize import Launch, start
 from megatron.training.providers import setup_model
 from megatron.training.step import TrainStep, evaluate
@@ -56,8 +57,11 @@ def train(rank, world_size, **fields):
     step = TrainStep(cfg, runtime, parts, source)
     outcomes = [step.run(i + 1, i * BATCH) for i in range(2)]
     score = evaluate(cfg, runtime, parts, source, 3 * BATCH)
-    weights = {name: gather_full(p.detach(), p, mesh.tp).numpy()
-               for name, p in parts.model.named_parameters()}  # fmt: skip
+    own = {name: gather_full(p.detach(), p, mesh.tp).numpy()
+           for name, p in parts.model.named_parameters()}  # fmt: skip
+    weights = {
+        name: value for stage in gather_objects(own, mesh.pp) for name, value in stage.items()
+    }
     rows = weights["embedding.word_embeddings.weight"]
     weights["embedding.word_embeddings.weight"] = rows[:VOCAB]  # padding depends on the layout
     return ([(o.loss, o.update.grad_norm, o.tokens, o.update.num_zeros) for o in outcomes],
@@ -94,8 +98,10 @@ def reference():
         (2, {"tensor_model_parallel_size": 2}),
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
         (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (4, {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}),
     ],
-    ids=["ga8", "dp2-ga2", "dp2", "tp2", "tp2-sp", "dp2-tp2-sp"],
+    ids=["ga8", "dp2-ga2", "dp2", "tp2", "tp2-sp", "dp2-tp2-sp", "pp2", "pp2-dp2"],
 )
 def test_layouts_agree(world_size, fields, reference):
     for found in run_ranks(train, world_size, **fields):
@@ -112,13 +118,16 @@ def test_zeros_and_norm_count_every_element_once():
         "vocab_size": 64,
     }
     ((one, _, _),) = run_ranks(train, 1, **fields)
-    for steps, _, _ in run_ranks(
-        train, 2, tensor_model_parallel_size=2, sequence_parallel=True, **fields
-    ):
-        # Tokens that do not occur have zero rows in the embedding's gradient.
-        assert [s[3] for s in steps] == [s[3] for s in one]
-        assert steps[0][3] > 0
-        assert steps[0][1] == pytest.approx(one[0][1], rel=1e-5)
+    layouts = (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2},
+    )
+    for layout in layouts:
+        for steps, _, _ in run_ranks(train, 2, **layout, **fields):
+            # Tokens that do not occur have zero rows in the embedding's gradient.
+            assert [s[3] for s in steps] == [s[3] for s in one]
+            assert steps[0][3] > 0
+            assert steps[0][1] == pytest.approx(one[0][1], rel=1e-5)
 
 
 def timeouts(rank, world_size):
