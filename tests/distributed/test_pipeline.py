@@ -52,6 +52,12 @@ CASES = {
     "pp2-vpp2": (FOUR, PP2 | VPP2, 2),
     "pp2-vpp2-untied": (FOUR | UNTIED, PP2 | VPP2 | ONE, 2),
     "pp4-vpp2": ({"num_layers": 8}, PP4 | VPP2 | ONE, 4),
+    "pp2-cp2": (ROPE, PP2 | {"context_parallel_size": 2}, 4),
+    "pp2-vpp2-cp2-gathered": (
+        FOUR,
+        PP2 | VPP2 | {"context_parallel_size": 2, "cp_comm_type": ["all_gather"]},
+        4,
+    ),
     "pp2-recompute": (FOUR, PP2 | RECOMPUTE, 2),
     "pp2-vpp2-recompute-block": (
         FOUR,

@@ -164,10 +164,10 @@ def test_bad_configuration_is_told_once_and_ends_every_rank():
     assert "Traceback" not in done.out
 
 
-def test_pipeline_is_refused_in_words():
-    done = run(2, "--pipeline-model-parallel-size", "2")
+def test_a_pipeline_that_does_not_fit_is_refused_in_words():
+    done = run(2, "--pipeline-model-parallel-size", "2", "--num-layers", "3")
     assert done.codes == [2, 2]
-    assert "--pipeline-model-parallel-size: got 2." in done.out
+    assert "--num-layers, --pipeline-model-parallel-size: got 3 layers over 2 stages." in done.out
 
 
 def test_a_backend_that_cannot_run_is_refused_on_every_rank():
