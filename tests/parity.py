@@ -143,6 +143,9 @@ def _train(rank: int, world_size: int, fields: dict[str, Any], steps: int) -> Ou
     outcome, params = Outcome(), dict(parts.model.named_parameters())
 
     def full(of: str) -> dict[str, torch.Tensor]:
+        if of == "grad" and cfg.use_distributed_optimizer:
+            return {}  # each replica keeps a part only
+        parts.ddp.finish_param_sync()
         own = {
             name: gather_full(
                 param.main_grad if of == "grad" else param.detach(), param, runtime.mesh.tp

@@ -11,6 +11,7 @@ from tests.e2e.test_resume import DELAYED, FP32, QUIET, SMALL, assert_same, cont
 
 PP2 = ["--pipeline-model-parallel-size", "2"]
 VPP2 = ["--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
+SHARDED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 TP2 = ["--tensor-model-parallel-size", "2"]
 TEN = ["--train-iters", "8", "--lr-decay-iters", "8", "--save-interval", "100"]
 
@@ -22,16 +23,16 @@ def run(ranks, flags):
 
 
 @pytest.mark.parametrize(
-    ("precision", "layout"),
-    [(DELAYED, PP2), ([], [*PP2, *VPP2])],
-    ids=["delayed", "bf16-interleaved"],
+    ("precision", "layout", "ranks"),
+    [(DELAYED, PP2, 2), ([], [*PP2, *VPP2], 2), (DELAYED, [*PP2, *SHARDED], 4)],
+    ids=["delayed", "bf16-interleaved", "delayed-sharded"],
 )
-def test_stop_and_go_is_bitwise(tmp_path, precision, layout):
+def test_stop_and_go_is_bitwise(tmp_path, precision, layout, ranks):
     flags = [*SMALL, *precision, *layout, *TEN]
-    straight = run(2, [*flags, "--save", f"{tmp_path}/straight"])
+    straight = run(ranks, [*flags, "--save", f"{tmp_path}/straight"])
     parts = ["--save", f"{tmp_path}/parts", "--load", f"{tmp_path}/parts"]
-    first = run(2, [*flags, *parts, "--exit-interval", "4"])
-    second = run(2, [*flags, *parts])
+    first = run(ranks, [*flags, *parts, "--exit-interval", "4"])
+    second = run(ranks, [*flags, *parts])
     assert len(straight.losses()) == 8
     assert first.losses() + second.losses() == straight.losses()
     assert_same(content(tmp_path / "straight", 8), content(tmp_path / "parts", 8))
@@ -61,7 +62,7 @@ LAYOUTS = {
     "pp2": (2, PP2),
     "pp2-vpp2": (2, [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
     "tp2-pp2": (4, [*PP2, *TP2, "--sequence-parallel"]),
-    "pp2-dp2": (4, [*PP2]),
+    "pp2-dp2": (4, [*PP2, *SHARDED]),
 }
 
 
@@ -74,6 +75,7 @@ LAYOUTS = {
         ("pp2-vpp2", "tp2-pp2"),
         ("tp2-pp2", "single"),
         ("pp2", "pp2-dp2"),
+        ("pp2-dp2", "pp2-vpp2"),
     ],
 )
 def test_another_layout_goes_on(trained, source, target):

@@ -70,7 +70,7 @@ CASES += [("delayed", "cp2"), ("delayed", "cp2 own scales")]
 CASES += [("bf16", "dp2 sharded"), ("delayed", "dp2 sharded")]
 
 
-@pytest.mark.parametrize(("precision", "layout"),CASES)
+@pytest.mark.parametrize(("precision", "layout"), CASES)
 def test_stop_and_go_is_bitwise(tmp_path, precision, layout):
     flags = [*PRECISIONS[precision], *LAYOUTS[layout]]
     straight = run(2, *flags, "--save", f"{tmp_path}/straight")

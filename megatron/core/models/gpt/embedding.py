@@ -64,6 +64,14 @@ class PositionEmbedding(nn.Module):
         return F.embedding(positions, self.weight.float()).to(self.weight.dtype)
 
 
+class SharedTable(VocabParallelEmbedding):
+    """A table that is only multiplied with. Calling it lets hooks on the use of its weight run."""
+
+    def forward(self) -> Tensor:  # type: ignore[override]
+        """The weight, `[v/t, h]`."""
+        return self.weight
+
+
 class TiedWordEmbedding(nn.Module):
     """The last pipeline stage's copy of the word embedding, which its output layer multiplies with.
 
@@ -76,16 +84,18 @@ class TiedWordEmbedding(nn.Module):
 
     def __init__(self, *, build: Build) -> None:
         super().__init__()
-        self.word_embeddings = word_embedding(build)
+        self.word_embeddings = word_embedding(build, SharedTable)
         weight: Any = self.word_embeddings.weight
         weight.shared_embedding = True
         weight.shared = True  # sums over the model count the first stage's copy
 
 
-def word_embedding(build: Build) -> VocabParallelEmbedding:
+def word_embedding(
+    build: Build, kind: type[VocabParallelEmbedding] = VocabParallelEmbedding
+) -> VocabParallelEmbedding:
     """The table of word vectors below the embedding at `build.path`."""
     config = build.config
-    return VocabParallelEmbedding(
+    return kind(
         config.padded_vocab_size,
         config.hidden_size,
         build=build.at("word_embeddings"),

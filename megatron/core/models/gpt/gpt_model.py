@@ -113,7 +113,11 @@ class GPTModel(nn.Module):
             cache.advance(tokens.shape[1])
         if self.output_layer is None or not part.loss:
             return hidden
-        shared = self.shared_embedding_or_output_weight() if self.tied else None
+        shared: Tensor | None = None
+        if isinstance(self.embedding, TiedWordEmbedding):
+            shared = self.embedding.word_embeddings()
+        elif self.tied:
+            shared = self.shared_embedding_or_output_weight()
         logits: Tensor = self.output_layer(hidden, shared)  # [s, b, v/t]
         if labels is None:
             return logits.transpose(0, 1).contiguous()
