@@ -148,8 +148,8 @@ CONTRADICTIONS = {
         ["--ffn-hidden-size, --tensor-model-parallel-size: got 24", "one rank"],
     ),
     "pipeline": (
-        [*MOCK, "--pipeline-model-parallel-size", "2"],
-        ["--pipeline-model-parallel-size: got 2", "pipeline schedules are not"],
+        [*MOCK, "--pipeline-model-parallel-size", "2", "--num-layers", "3"],
+        ["--num-layers, --pipeline-model-parallel-size: got 3 layers over 2 stages"],
     ),
     "experts": (
         [*MOCK, "--expert-model-parallel-size", "2"],
