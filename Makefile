@@ -28,7 +28,9 @@ docs: $(VENV)/.run
 	$(BIN)/python tools/gen_docs.py
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python benchmarks/cast_speed.py
+	$(BIN)/python benchmarks/fp8_linear.py
+	$(BIN)/python benchmarks/train_step.py
 
 # torch goes first: a package that depends on it would otherwise choose its own build.
 $(VENV)/.torch: constraints.txt
