@@ -10,6 +10,8 @@ from megatron.observe.events import EvalEnd, IntervalEnd, MemoryUse, PrecisionLi
 
 _DOTS = 48
 _MIB = 1024.0 * 1024.0
+# Rows of the precision table that are no linear layers: shown, but not counted.
+_NOT_LINEAR = ("word_embeddings", "core_attention")
 
 
 def training_line(interval: IntervalEnd, now: datetime, log_throughput: bool = False) -> str:
@@ -96,7 +98,7 @@ def precision_table(lines: Sequence[PrecisionLine]) -> str:
         for x in lines
     ]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    layers = [x for x in lines if x.gemm in ("all", "fprop")]
+    layers = [x for x in lines if x.gemm in ("all", "fprop") and not x.module.endswith(_NOT_LINEAR)]
     in_fp8 = sum(x.count for x in layers if x.delivered.startswith("fp8"))
     text = [f"precision: {in_fp8} of {sum(x.count for x in layers)} linear layers in FP8"]
     for row in [head, *rows]:

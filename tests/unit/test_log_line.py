@@ -132,3 +132,14 @@ def test_precision_table_aligns_its_columns():
     column = lines[1].index("gemm")
     assert {line[column:].split()[0] for line in lines[2:]} == {"fprop"}
     assert lines[3].endswith("1        kept out of FP8")
+
+
+def test_precision_table_counts_linear_layers_only():
+    attention = "decoder.layers.*.self_attention."
+    rows = [
+        PrecisionLine("embedding.word_embeddings", "all", "bf16", "bf16", "lookup", "", 1),
+        PrecisionLine(attention + "core_attention", "all", "bf16", "bf16", "softmax", "", 4),
+        PrecisionLine(attention + "linear_proj", "fprop", "fp8 x", "fp8 x", "emulated", "", 4),
+        PrecisionLine("output_layer", "all", "bf16", "bf16", "mm", "", 1),
+    ]
+    assert precision_table(rows).startswith("precision: 4 of 5 linear layers in FP8\n")
