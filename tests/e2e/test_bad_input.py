@@ -186,7 +186,7 @@ MISTYPED = {
     "--seed 99999999999": "--seed: got 99999999999. The order of the samples",
     "--transformer-impl cuda": "--transformer-impl: got 'cuda'. The choices are auto, native",
     "--num-experts 8": "--num-experts: got 8. Megatron-LM has this flag, but mixture-of-experts",
-    "--use-distributed-optimizer": "--use-distributed-optimizer: got set. Sharding the optimizer",
+    "--use-megatron-fsdp": "--use-megatron-fsdp: got",
 }
 
 
