@@ -37,6 +37,7 @@ MODEL = [
 MOCK = [*MODEL, "--mock-data"]
 LONG = ["--train-iters", "100000", "--lr-decay-iters", "100000"]
 TP2 = ["--tensor-model-parallel-size", "2"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
 FP8 = ["--bf16", "--fp8-format", "hybrid"]
 
 # A name, what was there, why that cannot work, what to do.
@@ -548,9 +549,12 @@ def test_a_disk_that_is_full_during_a_save(ckpt):
 # --------------------------------------------------------------------------- while it is running
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("layout", [[], TP2], ids=["dp2", "tp2"])
-def test_a_rank_that_dies(number, layout):
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [([], signal.SIGKILL), ([], signal.SIGTERM), (TP2, signal.SIGKILL), (PP2, signal.SIGKILL)],
+    ids=["dp2", "dp2 SIGTERM", "tp2", "pp2"],
+)
+def test_a_rank_that_dies(layout, number):
     died = []
 
     def kill(pids, log):
@@ -598,10 +602,14 @@ def poison(monkeypatch, iteration):
     monkeypatch.setattr(TrainStep, "run", poisoned)
 
 
-@pytest.mark.parametrize("precision", [[], ["--fp16"], FP8], ids=["fp32", "fp16", "fp8"])
-def test_weights_that_are_no_numbers(precision, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "more",
+    [TP2, PP2, ["--fp16"], [*TP2, *FP8]],
+    ids=["tp2", "pp2", "dp2 fp16", "tp2 fp8"],
+)
+def test_weights_that_are_no_numbers(more, tmp_path, monkeypatch):
     poison(monkeypatch, 3)
-    args = [*MOCK, *LONG, *TP2, *precision]
+    args = [*MOCK, *LONG, *more]
     good = tmp_path / "iter_0000002"
     done = refused(
         [*args, "--save", tmp_path, "--save-interval", "1"],
