@@ -63,7 +63,7 @@ def final_loss(variant: str, seed: int, args: argparse.Namespace) -> float:
     flags += ["--tokenizer-model", str(work / "tokenizer.model")]
     flags += ["--train-iters", str(args.train_iters), "--seed", str(seed)]
     flags += ["--eval-interval", str(args.train_iters * 2), "--eval-iters", str(args.eval_iters)]
-    # At the quickstart's own rate the smallest difference, of rounding or of order, moves one seed's
+    # At the quickstart's own rate the smallest difference in rounding or order moves one seed's
     # loss by up to 2 % either way; a third of it tells precisions apart with three seeds.
     flags += ["--lr", "1e-3", "--min-lr", "1e-4"]
     flags += ["--log-interval", "50", *VARIANTS[variant]]
