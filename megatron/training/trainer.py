@@ -207,6 +207,11 @@ class Trainer:
         self.parts.ddp.train()
         self.bus.start()
         first = progress.iteration
+        if first >= cfg.train_iters:
+            self._say(
+                f"NOTE: nothing is left to train: the checkpoint is at iteration {first}, and "
+                f"--train-iters is {cfg.train_iters}"
+            )
         while progress.iteration < cfg.train_iters:
             outcome = self._step.run(progress.iteration + 1, progress.consumed_train_samples)
             self._account(outcome)

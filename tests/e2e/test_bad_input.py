@@ -509,6 +509,18 @@ def test_nothing_to_load(tmp_path):
     refused([*MOCK, "--load", tmp_path / "file"], 1, "--load: got", "It is a file")
 
 
+def test_a_run_that_is_finished_says_so(saved):
+    before = snapshot(saved)
+    accepted([*MOCK, "--load", saved, "--save", saved, "--save-interval", "1"], "nothing is left")
+    assert snapshot(saved) == before
+
+
+def test_another_schedule_than_the_checkpoints(saved):
+    longer = changed(resume(saved), "--lr-decay-iters", 9)
+    longer.remove("--override-opt-param-scheduler")
+    refused(longer, 1, "got 36 samples. The checkpoint was trained with 8 samples", "Pass --over")
+
+
 def test_an_iteration_that_was_not_saved(saved):
     refused([*resume(saved), "--ckpt-step", "9"], 1, "--ckpt-step: got 9", "(1, 2)")
 

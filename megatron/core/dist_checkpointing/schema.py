@@ -29,6 +29,7 @@ FP8_PREFIX = "fp8_state."
 
 # Tensors whose first axis is the padded vocabulary.
 _VOCABULARY = {"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"}
+_SHOWN = 6  # names of one kind in a message
 _LAYER = re.compile(r"^(?P<stack>.*\blayers)\.(?P<index>\d+)\.(?P<rest>.+)$")
 
 
@@ -211,15 +212,18 @@ class Mismatch:
         return bool(self.missing or self.unexpected or self.shapes)
 
     def describe(self) -> str:
-        """List every difference, one kind after the other."""
-        parts = []
-        if self.missing:
-            parts.append(f"missing from the checkpoint: {', '.join(self.missing)}")
-        if self.unexpected:
-            parts.append(f"in the checkpoint but not in this model: {', '.join(self.unexpected)}")
-        if self.shapes:
-            parts.append(f"of another shape: {', '.join(self.shapes)}")
-        return "; ".join(parts)
+        """List the differences, one kind after the other, the first few of each."""
+        kinds = {
+            "missing from the checkpoint": self.missing,
+            "in the checkpoint but not in this model": self.unexpected,
+            "of another shape": self.shapes,
+        }
+        return "; ".join(f"{kind}: {_first(names)}" for kind, names in kinds.items() if names)
+
+
+def _first(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def compare(

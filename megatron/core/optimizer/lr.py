@@ -202,11 +202,13 @@ def _refuse_difference(
     """
     for name in sorted(own, key=lambda n: n != "style"):
         if name in saved and saved[name] != own[name]:
+            # Lengths given in steps were converted with the global batch size.
+            unit = " samples" if name.endswith("_samples") else ""
             raise CheckpointError(
                 complaint(
                     flags[name],
-                    own[name],
-                    f"The checkpoint was trained with {saved[name]}",
+                    f"{own[name]}{unit}",
+                    f"The checkpoint was trained with {saved[name]}{unit}",
                     "Pass --override-opt_param-scheduler to use the new value or "
                     "--use-checkpoint-opt_param-scheduler to keep the old one",
                 )
