@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -11,6 +12,9 @@ import torch
 
 # Forked ranks hang if their parent ever started an OpenMP team.
 torch.set_num_threads(1)
+
+# In the background of a shell, interrupts are ignored, by the programs under test as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):

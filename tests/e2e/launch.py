@@ -98,8 +98,6 @@ def _run_rank(
     env: Mapping[str, str],
     log: Path,
 ) -> None:
-    # A suite that runs in the background of a shell ignores interrupts; a rank must not.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = 1
     # Makes the thread pool anew: the parent's does not survive the fork, and two threads that find
     # out at the same time trip an assertion inside torch.
