@@ -20,6 +20,9 @@ from megatron.core.errors import MeshError, complaint
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 PIPELINE_BEFORE_DATA_ORDER = "tp-cp-ep-pp-dp"
 AMAX_REDUCTIONS = ("tp", "tp-cp", "tp-cp-dp")
+# Ranks that share the FP8 scales of one expert. The expert mesh has no context axis; what narrows
+# less than to one replica of an expert takes all of them.
+_EXPERT_AMAX = {"tp": "etp", "tp-cp": "etp-edp", "tp-cp-dp": "etp-edp"}
 
 _EXPERT_NAME = {"tp": "etp", "cp": None, "ep": "ep", "dp": "edp", "pp": "pp"}
 _EXPERT_ONLY = frozenset({"ep", "etp", "edp"})
@@ -222,6 +225,10 @@ def groups_of(token: str, sizes: Mapping[str, int], order: str = DEFAULT_ORDER) 
 class ParallelState:
     """Every axis of the mesh as this process sees it; passed explicitly, never looked up.
 
+    `ep_etp` are the ranks that hold the experts of one layer between them, `tp_cp_dp` those that
+    see different tokens of a batch (in a layer that spreads the sequence over `tp`). `amax` and
+    `expert_amax` are the ranks that share the FP8 scales of a dense layer and of one expert.
+
     The `pipe_*` axes carry tensors between pipeline stages. Each has a process group of its own,
     because transfers of one group wait for each other: two for either direction, and two between
     the last rank and the first one, which are in use when stages are interleaved.
@@ -236,7 +243,10 @@ class ParallelState:
     edp: Axis
     dp_cp: Axis
     tp_cp: Axis
+    tp_cp_dp: Axis
+    ep_etp: Axis
     amax: Axis
+    expert_amax: Axis
     world: Axis
     embedding: Axis
     pipe_forward: Axis
@@ -306,7 +316,10 @@ class ParallelState:
                 ("edp", "edp"),
                 ("dp_cp", "dp-cp"),
                 ("tp_cp", "tp-cp"),
+                ("tp_cp_dp", "tp-cp-dp"),
+                ("ep_etp", "etp-ep"),
                 ("amax", amax),
+                ("expert_amax", _EXPERT_AMAX[amax]),
             )
         }
         axes["world"] = make_axis("world", [list(range(world_size))])

@@ -309,6 +309,29 @@ def get_expert_data_parallel_rank() -> int:
     return _axis("edp").rank
 
 
+def get_expert_tensor_and_model_parallel_group() -> Group:
+    """Process group of the ranks that hold a layer's experts between them; None if there is one."""
+    return _axis("ep_etp").group
+
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    """Number of ranks that hold a layer's experts between them."""
+    return _axis("ep_etp").size
+
+
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    """Index among the ranks that hold a layer's experts between them."""
+    return _axis("ep_etp").rank
+
+
+# The names of older releases of Megatron-Core
+get_tensor_and_expert_parallel_group = get_expert_tensor_and_model_parallel_group
+get_tensor_and_expert_parallel_world_size = get_expert_tensor_and_model_parallel_world_size
+get_tensor_and_expert_parallel_rank = get_expert_tensor_and_model_parallel_rank
+get_data_modulo_expert_parallel_group = get_expert_data_parallel_group
+get_data_modulo_expert_parallel_rank = get_expert_data_parallel_rank
+
+
 # FP8
 
 

@@ -1,4 +1,4 @@
-"""Which part of a global tensor a tensor-parallel rank holds, and how to initialise that part.
+"""Which part of a global tensor a rank holds, and how to initialise that part.
 
 A parameter says so itself, with Megatron's attribute names:
 
@@ -8,6 +8,10 @@ A parameter says so itself, with Megatron's attribute names:
   MLP layer with gate and up projections has 2: a rank holds `[gate_r; up_r]` of `[gate; up]`.
 * `sequence_parallel`: every rank holds all of it, but sees only a part of the sequence, so that its
   gradient is a partial sum.
+* `allreduce` false: it belongs to an expert. Its copies are on the `edp` ranks instead of the
+  data-parallel ones, and what splits it is the `etp` axis; see `shard_axis`.
+* `expert_index`: the number of that expert among all experts of the layer.
+* `shared`: another parameter stands for this copy (a tied embedding on a second pipeline stage).
 
 A parameter without attributes is replicated, gradient included.
 """
@@ -15,18 +19,20 @@ A parameter without attributes is replicated, gradient included.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from megatron.core.errors import MeshError, complaint
-from megatron.core.mesh import Axis
+from megatron.core.mesh import Axis, ParallelState
 from megatron.core.tensor_parallel.mappings import all_gather
 from megatron.core.tensor_parallel.random import derive_seed
 
 InitMethod = Callable[[torch.Tensor], torch.Tensor]
 
+_LOCAL_NUMBER = re.compile(r"\d+$")
 _BLOCK_ELEMENTS = 1 << 20  # rows are drawn in blocks of about this many elements
 
 
@@ -119,15 +125,64 @@ def is_sharded(param: torch.Tensor) -> bool:
     return bool(getattr(param, "tensor_model_parallel", False))
 
 
-def is_counted_here(param: torch.Tensor, tp_axis: Axis) -> bool:
+def is_expert(param: torch.Tensor) -> bool:
+    """Whether this parameter belongs to one expert of a mixture-of-experts layer."""
+    return not getattr(param, "allreduce", True)
+
+
+def mark_expert(param: torch.Tensor, expert_index: int) -> None:
+    """Declare that `param` belongs to expert `expert_index`, counted over all ranks."""
+    param.allreduce = False  # type: ignore[attr-defined]
+    param.expert_index = expert_index  # type: ignore[attr-defined]
+
+
+def shard_axis(param: torch.Tensor, mesh: ParallelState) -> Axis:
+    """The ranks that share one copy of `param`, and among which it is split if it is sharded."""
+    return mesh.etp if is_expert(param) else mesh.tp
+
+
+def replica_axis(param: torch.Tensor, mesh: ParallelState) -> Axis:
+    """The ranks that hold copies of this rank's part of `param` and see other tokens."""
+    return mesh.edp if is_expert(param) else mesh.dp_cp
+
+
+def global_name(name: str, param: torch.Tensor) -> str:
+    """The name of `param` that does not depend on which rank holds it.
+
+    Experts are numbered on each rank from 0: `...experts.linear_fc1.weight1` is expert 5 of the
+    layer if its `expert_index` says so, and is then called `...experts.linear_fc1.weight5`.
+
+    Raises:
+        MeshError: The name of an expert's parameter does not end in a number.
+    """
+    index = getattr(param, "expert_index", None)
+    if index is None:
+        return name
+    if not _LOCAL_NUMBER.search(name):
+        raise MeshError(
+            complaint(
+                "expert_index",
+                f"{index} on {name}",
+                "The name of an expert's parameter ends in the expert's number on its rank",
+                "Call it weight0, weight1, ...",
+            )
+        )
+    return _LOCAL_NUMBER.sub(str(index), name)
+
+
+def is_counted_here(param: torch.Tensor, axis: Axis) -> bool:
     """Whether this rank counts `param` in a sum over all parameters (gradient norm, zeros).
 
     Each global element must be counted once: a replicated parameter on the first rank of the axis,
     a tied copy (attribute `shared`) nowhere.
+
+    Args:
+        param: The parameter.
+        axis: Its `shard_axis`.
     """
     if getattr(param, "shared", False):
         return False
-    return is_sharded(param) or tp_axis.rank == 0
+    return is_sharded(param) or axis.rank == 0
 
 
 def global_shape(param: torch.Tensor, tp_size: int) -> tuple[int, ...]:

@@ -41,6 +41,24 @@ def test_expert_groups_of_sixteen_ranks():
     assert groups_of("ep", sizes.as_dict())[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert groups_of("edp", sizes.as_dict())[:2] == [[0, 4], [1, 5]]
     assert groups_of("etp", sizes.as_dict()) == [[rank] for rank in range(16)]
+    assert groups_of("etp-ep", sizes.as_dict())[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups_of("etp-edp", sizes.as_dict())[:3] == [[0, 4], [1, 5], [2, 6]]
+
+
+def test_expert_groups_with_whole_experts_split_over_two_ranks():
+    sizes = MeshSizes(world=16, tp=4, pp=2, ep=2, etp=2).as_dict()
+    assert groups_of("etp", sizes)[:2] == [[0, 1], [2, 3]]
+    assert groups_of("ep", sizes)[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert groups_of("edp", sizes)[:3] == [[0, 4], [1, 5], [2, 6]]
+    assert groups_of("etp-ep", sizes)[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups_of("etp-edp", sizes)[:2] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_expert_tensor_parallelism_defaults_to_that_of_dense_layers():
+    sizes = MeshSizes(world=16, tp=2, ep=4).as_dict()
+    assert groups_of("etp", sizes)[:2] == [[0, 1], [2, 3]]
+    assert groups_of("ep", sizes)[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert groups_of("edp", sizes)[:2] == [[0, 8], [1, 9]]
 
 
 def test_pipeline_before_data_order():
@@ -59,7 +77,8 @@ def test_pipeline_before_data_order():
     ids=str,
 )
 def test_every_axis_partitions_the_world(sizes):
-    for token in ("tp", "cp", "dp", "pp", "dp-cp", "tp-cp-dp", "ep", "etp", "edp"):
+    tokens = ("tp", "cp", "dp", "pp", "dp-cp", "tp-cp-dp", "ep", "etp", "edp", "etp-ep", "etp-edp")
+    for token in tokens:
         groups = groups_of(token, sizes.as_dict(), sizes.order)
         assert sorted(itertools.chain(*groups)) == list(range(sizes.world))
         assert len({len(g) for g in groups}) == 1
@@ -108,6 +127,19 @@ def test_amax_ranks(reduction, ranks):
     assert mesh.amax.ranks == ranks
 
 
+@pytest.mark.parametrize(
+    ("reduction", "ranks"),
+    [("tp", (4, 5)), ("tp-cp", (0, 1, 4, 5)), ("tp-cp-dp", (0, 1, 4, 5))],
+)
+def test_ranks_that_share_the_scales_of_an_expert(reduction, ranks):
+    """Ranks that hold other experts never do."""
+    sizes = MeshSizes(world=8, tp=2, cp=2, ep=2, etp=2)
+    mesh = ParallelState.build(sizes, 5, 8, make_group=lambda _: None, amax_reduction=reduction)
+    assert mesh.expert_amax.ranks == ranks
+    assert mesh.ep_etp.ranks == (4, 5, 6, 7)
+    assert mesh.tp_cp_dp.ranks == tuple(range(8))
+
+
 def test_sizes_are_read_from_a_configuration():
     class Config:
         tensor_model_parallel_size = 2
@@ -123,7 +155,7 @@ def test_sizes_are_read_from_a_configuration():
 def test_one_process_has_no_groups():
     mesh = ParallelState.build(MeshSizes(1), 0, 1)
     axes = [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
-    assert len(axes) == 16
+    assert len(axes) == 19
     assert all(axis.group is None and axis.size == 1 for axis in axes)
     assert mesh.label() == "rank 0 tp0 pp0 dp0"
 

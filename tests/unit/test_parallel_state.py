@@ -70,4 +70,9 @@ def test_ranks_in_a_world_of_sixteen():
     assert ps.get_expert_model_parallel_rank() == 2
     assert ps.get_expert_data_parallel_group() == (2, 6)
     assert ps.get_expert_tensor_parallel_world_size() == 1
+    assert ps.get_expert_tensor_and_model_parallel_group() == (4, 5, 6, 7)
+    assert ps.get_expert_tensor_and_model_parallel_world_size() == 4
+    assert ps.get_expert_tensor_and_model_parallel_rank() == 2
+    assert ps.get_tensor_and_expert_parallel_group() == (4, 5, 6, 7)
+    assert ps.get_data_modulo_expert_parallel_group() == (2, 6)
     assert ps.get_amax_reduction_group() == tuple(range(8))

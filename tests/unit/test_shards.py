@@ -8,13 +8,18 @@ from torch import nn
 
 from megatron.core import shards
 from megatron.core.errors import MeshError
-from megatron.core.mesh import Axis
+from megatron.core.mesh import Axis, MeshSizes, ParallelState
 from megatron.core.shards import (
+    global_name,
     global_shape,
     init_parameter,
     is_counted_here,
+    is_expert,
     local_rectangles,
+    mark_expert,
     mark_sharded,
+    replica_axis,
+    shard_axis,
     take_local,
 )
 
@@ -87,6 +92,39 @@ def test_counted_once():
         for p in (sharded, replicated, tied)
     ]
     assert counts == [4, 1, 0]
+
+
+def expert(index):
+    param = nn.Parameter(torch.zeros(2, 2))
+    mark_expert(param, index)
+    return param
+
+
+def test_experts_have_axes_of_their_own():
+    sizes = MeshSizes(world=8, tp=2, ep=2, etp=1)
+    mesh = ParallelState.build(sizes, 3, 8, make_group=lambda _: None)
+    dense = nn.Parameter(torch.zeros(2))
+    assert shard_axis(dense, mesh) is mesh.tp
+    assert shard_axis(expert(1), mesh) is mesh.etp
+    assert replica_axis(dense, mesh) is mesh.dp_cp
+    assert replica_axis(expert(1), mesh) is mesh.edp
+    assert is_expert(expert(0))
+    assert not is_expert(dense)
+
+
+def test_an_expert_is_counted_on_every_rank_that_holds_a_part_of_it():
+    whole, split = expert(0), expert(0)
+    mark_sharded(split, 0)
+    counts = [sum(is_counted_here(p, tp_axis(r, 2)) for r in range(2)) for p in (whole, split)]
+    assert counts == [1, 2]
+
+
+def test_names_number_experts_over_all_ranks():
+    name = "decoder.layers.3.mlp.experts.linear_fc1.weight"
+    assert global_name(f"{name}1", expert(13)) == f"{name}13"
+    assert global_name(f"{name}0", nn.Parameter(torch.zeros(1))) == f"{name}0"
+    with pytest.raises(MeshError, match="expert_index: got 13"):
+        global_name(name, expert(13))
 
 
 def normal(tensor):
