@@ -13,7 +13,7 @@ from megatron.config import RunConfig
 from megatron.core.datasets.source import Source
 from megatron.core.errors import MegatronError, complaint
 from megatron.core.mesh import Axis, ParallelState
-from megatron.core.shards import gather_full
+from megatron.core.shards import gather_full, global_name, shard_axis
 from megatron.core.tensor_parallel.mappings import all_reduce_, gather_objects
 from megatron.training.initialize import Launch, Runtime, start
 from megatron.training.parity.source import SyntheticSource
@@ -128,18 +128,10 @@ def _global(
     parts: Parts, mesh: ParallelState, pick: Callable[[torch.nn.Parameter], torch.Tensor]
 ) -> Tensors:
     own = {
-        _global_name(name, param): gather_full(pick(param), param, _shard_axis(param, mesh)).clone()
+        global_name(name, param): gather_full(pick(param), param, shard_axis(param, mesh)).clone()
         for name, param in parts.model.named_parameters()
     }
     return join(join(own, mesh.ep), mesh.pp)
-
-
-def _shard_axis(param: torch.Tensor, mesh: ParallelState) -> Axis:
-    return mesh.tp if getattr(param, "allreduce", True) else mesh.etp
-
-
-def _global_name(name: str, param: torch.Tensor) -> str:
-    return name
 
 
 def join(own: Mapping[str, Any], axis: Axis, must_agree: bool = True) -> dict[str, Any]:
