@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch._dynamo  # every rank would import it when it builds its optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 5.0  # what failing ranks of one cause get to leave by themselves

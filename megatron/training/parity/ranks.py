@@ -1,0 +1,247 @@
+"""Run a function on several gloo ranks of this machine: `run_ranks(fn, world_size, *args)`.
+
+Ranks are forked from this process for each call, so they inherit its imports (spawning would import
+torch anew in every rank, some 3 s each) and leave no state behind for the next call.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import random
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # optimizers import it when they are built: 0.4 s for each rank, or once here
+import torch.distributed as dist
+
+from megatron.core.errors import MegatronError
+
+_fork = multiprocessing.get_context("fork")
+_COLLECTIVE_TIMEOUT_S = 30
+_GRACE_AFTER_FAILURE_S = 2.0  # a failing rank often takes others down: prefer its traceback
+_NO_RANK = -1
+
+
+class RankError(MegatronError):
+    """A rank failed, died or hung; the text shows the first traceback.
+
+    Args:
+        failures: (rank, traceback or what else is known), in the order in which they came.
+
+    Attributes:
+        failures: As above.
+    """
+
+    def __init__(self, failures: Sequence[tuple[int, str]]) -> None:
+        self.failures = list(failures)
+        super().__init__("\n".join(text for _, text in failures))
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A forked rank, the end of the pipe it answers on, and its files.
+
+    Attributes:
+        process: The rank.
+        answers: Where its result arrives.
+        stacks: File that the rank writes its stacks to on SIGUSR1.
+        output: File with what it printed, None if that went to this process's output.
+    """
+
+    process: Any
+    answers: Any
+    stacks: Path
+    output: Path | None
+
+    def printed(self) -> str:
+        """Return the end of what the rank printed."""
+        if self.output is None or not self.output.exists():
+            return ""
+        text = self.output.read_text(errors="replace").strip()[-4000:]
+        return f"\n--- what it printed ---\n{text}" if text else ""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    detail: bool = True,
+    quiet: bool = False,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `fn(rank, world_size, *args, **kwargs)` on every rank.
+
+    Args:
+        fn: Any callable, closures included. Its result must be picklable.
+        world_size: Number of ranks.
+        *args: Passed on.
+        timeout: Seconds after which every rank is killed; stacks of the hung ranks are shown.
+        detail: Let torch check that ranks call the same collectives with the same shapes, which
+            plain gloo does not (about twice as slow).
+        quiet: Show what a rank prints only if it fails.
+        **kwargs: Passed on.
+
+    Returns:
+        One result per rank.
+
+    Raises:
+        RankError: If any rank failed.
+    """
+    torch.set_num_threads(1)  # a child of a parent with an OpenMP team hangs in its first op
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        workers: list[_Worker] = []
+        for rank in range(world_size):
+            ours, theirs = _fork.Pipe()
+            output = directory / f"output{rank}" if quiet else None
+            worker = _Worker(
+                _fork.Process(
+                    target=_rank_main,
+                    args=(theirs, [w.answers for w in workers] + [ours], fn, rank, world_size),
+                    kwargs={
+                        "directory": directory,
+                        "detail": detail,
+                        "output": output,
+                        "args": args,
+                        "kwargs": kwargs,
+                    },
+                    daemon=True,
+                ),
+                ours,
+                directory / f"stacks{rank}",
+                output,
+            )
+            worker.process.start()
+            theirs.close()
+            workers.append(worker)
+        try:
+            return _collect(workers, timeout)
+        finally:
+            _end(workers)
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        if worker.process.exitcode is None and worker.process.is_alive():
+            worker.process.join(0.5)
+            worker.process.kill()
+    for worker in workers:
+        worker.process.join(5)
+        worker.answers.close()
+
+
+def _rank_main(
+    conn: Any,
+    inherited: Sequence[Any],
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    *,
+    directory: Path,
+    detail: bool,
+    output: Path | None,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> None:
+    for other in inherited:
+        other.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if output is not None:
+        _print_to(output)
+    stacks = open(directory / f"stacks{rank}", "w")  # noqa: SIM115 - open until the process ends
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    torch.manual_seed(1234)
+    random.seed(1234)
+    np.random.seed(1234)
+    if detail:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
+    try:
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(str(directory / "store"), world_size),  # type: ignore[attr-defined]
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=_COLLECTIVE_TIMEOUT_S),
+            )
+            # A rank that is done at once must not leave while others still connect to it.
+            dist.barrier()
+            outcome = (True, fn(rank, world_size, *args, **kwargs))
+        except BaseException:
+            outcome = (False, f"--- rank {rank} of {world_size} ---\n{traceback.format_exc()}")
+        # Plain bytes: a tensor sent as such is shared memory that dies with this process.
+        conn.send_bytes(pickle.dumps(outcome))
+    finally:
+        conn.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _print_to(path: Path) -> None:
+    """Let everything this process prints, libraries included, go to a file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[tuple[int, str]] = []
+    waiting: dict[Any, int] = {worker.answers: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout
+    while waiting:
+        left = deadline - time.monotonic()
+        if failures:
+            left = min(left, _GRACE_AFTER_FAILURE_S)
+        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, left))
+        if not ready:
+            if not failures:
+                failures.append((_NO_RANK, _hung(workers, sorted(waiting.values()), timeout)))
+            break
+        conn: Any
+        for conn in ready:
+            rank = waiting.pop(conn)
+            worker = workers[rank]
+            try:
+                good, value = pickle.loads(conn.recv_bytes())
+            except EOFError:
+                worker.process.join(1)
+                code = worker.process.exitcode
+                text = f"--- rank {rank} died, exit code {code} ---{worker.printed()}"
+                failures.append((rank, text))
+                continue
+            if good:
+                results[rank] = value
+            else:
+                failures.append((rank, value + worker.printed()))
+    if failures:
+        raise RankError(failures)
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _hung(workers: Sequence[_Worker], ranks: Sequence[int], timeout: float) -> str:
+    for rank in ranks:
+        process = workers[rank].process
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.3)
+    text = [f"ranks {list(ranks)} still running after {timeout} s"]
+    for rank in ranks:
+        text.append(f"--- rank {rank} ---\n{workers[rank].stacks.read_text().strip()}")
+    return "\n".join(text)
