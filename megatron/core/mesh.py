@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.comm_log import CommLog
 from megatron.core.errors import MeshError, complaint
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -27,7 +28,15 @@ _EXPERT_AMAX = {"tp": "etp", "tp-cp": "etp-edp", "tp-cp-dp": "etp-edp"}
 _EXPERT_NAME = {"tp": "etp", "cp": None, "ep": "ep", "dp": "edp", "pp": "pp"}
 _EXPERT_ONLY = frozenset({"ep", "etp", "edp"})
 
-MakeGroup = Callable[[list[int]], "dist.ProcessGroup | None"]
+
+class PaperGroup:
+    """Stands in for the process group of ranks that do not exist.
+
+    Transfers along an axis with such a group are noted, and nothing moves.
+    """
+
+
+MakeGroup = Callable[[list[int]], "dist.ProcessGroup | PaperGroup | None"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,9 @@ class Axis:
         size: Number of ranks along the axis.
         rank: This process's index along the axis.
         ranks: Global ranks along the axis, in order.
-        group: Their process group; None if and only if `size` is 1.
+        group: Their process group; None if and only if `size` is 1. A `PaperGroup` for ranks that
+            do not exist.
+        log: Notes every transfer along the axis; None to note nothing.
     """
 
     name: str
@@ -47,6 +58,7 @@ class Axis:
     rank: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    log: CommLog | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def single(cls, name: str, global_rank: int = 0) -> Axis:
@@ -333,6 +345,11 @@ class ParallelState:
         axes["pipe_backward_wrap"] = make_axis("pipe-backward-wrap", wrapped, own=True)
         return cls(rank=rank, **axes)
 
+    def recording(self, log: CommLog) -> ParallelState:
+        """The same mesh, with every transfer along any of its axes noted in `log`."""
+        axes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rank"}
+        return replace(self, **{name: replace(axis, log=log) for name, axis in axes.items()})
+
     def label(self) -> str:
         """Short name of this process for messages: `rank 5 tp1 pp1 dp0`."""
         parts = [f"rank {self.rank}", f"tp{self.tp.rank}", f"pp{self.pp.rank}", f"dp{self.dp.rank}"]
@@ -393,7 +410,7 @@ class _AxisMaker:
 
     def __init__(self, rank: int, make_group: MakeGroup) -> None:
         self.rank, self.make_group = rank, make_group
-        self.made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self.made: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, name: str, groups: Sequence[Sequence[int]], own: bool = False) -> Axis:
         """Make the axis; `own` gives it process groups that no other axis shares."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from megatron.core.comm_log import CONTROL
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_reduce_
 from megatron.observe.events import Event, Incident, IntervalEnd, StepEnd
@@ -99,7 +100,7 @@ class Bus:
         own = self._watch.elapsed_s() / count
         # Slowest and fastest rank in one reduction: the minimum is the negated maximum.
         times = torch.tensor([own, -own], dtype=torch.float64, device=self._device)
-        slowest, fastest = all_reduce_(times, world, "max").tolist()
+        slowest, fastest = all_reduce_(times, world, "max", CONTROL).tolist()
         taken = [s for s in steps if not s.skipped]
         names = dict.fromkeys(name for s in taken for name in s.losses)
         elapsed = max(slowest * count, 1e-9)

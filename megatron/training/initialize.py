@@ -23,7 +23,8 @@ from megatron.config import RunConfig
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.registry import resolve
 from megatron.core.errors import MeshError, complaint
-from megatron.core.mesh import ParallelState
+from megatron.core.mesh import Axis, ParallelState
+from megatron.core.tensor_parallel.mappings import gather_objects
 
 
 @dataclass(frozen=True)
@@ -228,13 +229,9 @@ def _join(cfg: RunConfig, launch: Launch, device: torch.device) -> None:
         ) from error
 
 
-def _introduce(launch: Launch) -> tuple[Process, ...]:
+def _introduce(world: Axis) -> tuple[Process, ...]:
     """Exchange the ranks' processes, so that one that vanishes can be named."""
-    if launch.world_size == 1:
-        return ()
-    everyone: list[Process] = [Process.own()] * launch.world_size
-    dist.all_gather_object(everyone, Process.own())
-    return tuple(everyone)
+    return tuple(gather_objects(Process.own(), world)) if world.size > 1 else ()
 
 
 def _seed(cfg: RunConfig, device: torch.device) -> None:
@@ -285,5 +282,5 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
     # A terminal shows lines as they come; a pipe to a log file must not hold them back either.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)
-    processes = _introduce(launch)
+    processes = _introduce(mesh.world)
     return Runtime(cfg, mesh, backend, reason, device, launch, started, processes)

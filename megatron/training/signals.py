@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron.config import RunConfig
+from megatron.core.comm_log import CONTROL
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_reduce_
 
@@ -65,7 +66,7 @@ class ExitWatch:
         if not self._handle_signals:
             return False
         flag = torch.tensor([float(self._received)], device=self._device)
-        return bool(all_reduce_(flag, self._world, "max").item())
+        return bool(all_reduce_(flag, self._world, "max", CONTROL).item())
 
     def reason(self, iteration: int) -> str | None:
         """Return why the run should end after `iteration`, None to go on. Collective.
@@ -75,7 +76,7 @@ class ExitWatch:
         if self._handle_signals or self._minutes is not None:
             elapsed = (time.monotonic() - self._started) / 60.0
             flags = torch.tensor([float(self._received), elapsed], device=self._device)
-            number, minutes = all_reduce_(flags, self._world, "max").tolist()
+            number, minutes = all_reduce_(flags, self._world, "max", CONTROL).tolist()
             if number:
                 return f"exiting program after receiving {signal.Signals(int(number)).name}."
             if self._minutes is not None and minutes > self._minutes:

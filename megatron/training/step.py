@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config import RunConfig
+from megatron.core.comm_log import LOSS
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.source import Source
 from megatron.core.distributed.finalize import finalize_gradients
@@ -192,7 +193,7 @@ class TrainStep:
 
     def sync_gradients(self) -> None:
         """Sum gradients, tokens and losses over the replicas and normalise by the tokens."""
-        sums = all_reduce_(self._sums, self._mesh.pp)  # only the last stage has counted
+        sums = all_reduce_(self._sums, self._mesh.pp, part=LOSS)  # only the last stage has counted
         totals = finalize_gradients(self.parts.ddp, self._mesh, sums)
         self._tokens, loss = totals.tolist()
         self._loss = loss / max(self._tokens, 1.0)

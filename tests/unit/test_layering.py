@@ -19,8 +19,10 @@ LEVELS = {
     "megatron.core": 0,  # the package itself, which is empty
     "megatron.core.errors": 1,
     "megatron.core.capability": 1,
+    "megatron.core.comm_log": 1,
     "megatron.core.files": 1,
     "megatron.core.mesh": 1,
+    "megatron.core.wire": 1,
     "megatron.observe": 1,  # the package itself
     "megatron.observe.events": 1,
     "megatron.core.fp8": 2,
@@ -218,6 +220,38 @@ def test_environment_is_read_in_one_place(path):
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             names = {alias.name for alias in node.names}
             assert not names & {"environ", "getenv", "putenv"}, f"{relative(path)}:{node.lineno}"
+
+
+# Names of torch.distributed that move nothing between ranks, or only while ranks meet.
+NO_TRANSFER = {
+    "DistError",
+    "ProcessGroup",
+    "ReduceOp",
+    "destroy_process_group",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "init_process_group",
+    "is_available",
+    "is_initialized",
+    "new_group",
+}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=relative)
+def test_every_transfer_goes_through_one_file(path):
+    if not relative(path).startswith("megatron/") or relative(path) == "megatron/core/wire.py":
+        return
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in (
+            "dist",
+            "torch.distributed",
+        ):
+            assert node.attr in NO_TRANSFER, f"{relative(path)}:{node.lineno} {node.attr}"
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+            names = {alias.name for alias in node.names}
+            assert names <= NO_TRANSFER, f"{relative(path)}:{node.lineno} {names - NO_TRANSFER}"
 
 
 @pytest.mark.parametrize("path", PATHS, ids=relative)

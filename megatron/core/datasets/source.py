@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import RunConfig
@@ -31,6 +30,7 @@ from megatron.core.datasets.split import SPLIT_NAMES, Range, parse_split, split_
 from megatron.core.datasets.tokenizers import Tokenizer
 from megatron.core.errors import DataError, complaint
 from megatron.core.mesh import Axis, ParallelState
+from megatron.core.tensor_parallel.mappings import gather_objects
 
 
 class SampleDataset(Protocol):
@@ -324,13 +324,12 @@ def _agree(
     problem: DataError | None,
 ) -> None:
     """Compare the data between all ranks and raise on every rank if any failed or differs."""
-    if world.group is None:
+    if world.size == 1:
         if problem is not None:
             raise problem
         return
     mine = str(problem) if problem else [d and d.fingerprint() for d in datasets]
-    theirs: list[object] = [None] * world.size
-    dist.all_gather_object(theirs, mine, group=world.group)
+    theirs: list[object] = gather_objects(mine, world)
     if problem is not None:
         raise problem
     for rank, other in enumerate(theirs):

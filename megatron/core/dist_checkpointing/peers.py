@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch.distributed as dist
-
+from megatron.core import wire
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import Axis
 
@@ -25,7 +24,7 @@ class Peers:
         self.rank = axis.rank
         self.size = axis.size
         self.group = axis.group
-        self._first = axis.ranks[0]
+        self._axis = axis
 
     @property
     def leads(self) -> bool:
@@ -36,9 +35,7 @@ class Peers:
         """Return every rank's value, in rank order, on every rank."""
         if self.size == 1:
             return [value]
-        values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return wire.gather_objects(value, self._axis)
 
     def agree(self, problem: str | None) -> None:
         """Raise the first problem that any rank has on all of them.
@@ -65,7 +62,7 @@ class Peers:
             except (CheckpointError, OSError) as error:
                 outcome = [None, str(error)]
         if self.size > 1:
-            dist.broadcast_object_list(outcome, src=self._first, group=self.group)
+            outcome = wire.broadcast_object(outcome, self._axis)
         if outcome[1] is not None:
             raise CheckpointError(str(outcome[1]))
         return outcome[0]  # type: ignore[return-value]

@@ -16,15 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron.core.comm_log import GRADIENT_SYNC, PARAMETER_GATHER
 from megatron.core.errors import MegatronError, complaint
 from megatron.core.mesh import Axis
 from megatron.core.shards import FlatRange
 from megatron.core.tensor_parallel.mappings import (
-    Pending,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
+from megatron.core.wire import Pending
 
 # So that no two parameters share a cache line, and vectorized arithmetic meets the same elements
 # together whoever owns them.
@@ -157,9 +158,10 @@ class Bucket:
         low = self._reduce_dtype != self._grads.dtype
         self._wire = wire = self._grads.to(self._reduce_dtype) if low else self._grads
         if self._values is None:
-            self._reducing = start_all_reduce(wire, self._axis)
+            self._reducing = start_all_reduce(wire, self._axis, GRADIENT_SYNC)
         else:
-            self._reducing = start_reduce_scatter(wire[self._own], wire, self._axis)
+            own = wire[self._own]
+            self._reducing = start_reduce_scatter(own, wire, self._axis, GRADIENT_SYNC)
 
     def finish_reduce(self) -> None:
         """Wait for the sums; they are then in this rank's range."""
@@ -179,7 +181,7 @@ class Bucket:
             return
         if self._axis.size > 1:
             own = self._values[self._own]
-            self._gathering = start_all_gather(self._values, own, self._axis)
+            self._gathering = start_all_gather(self._values, own, self._axis, PARAMETER_GATHER)
         else:
             self._announce()
 

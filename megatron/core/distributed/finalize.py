@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.core.comm_log import GRADIENT_SYNC, LOSS
 from megatron.core.distributed.ddp import DistributedDataParallel, as_chunks
 from megatron.core.mesh import Axis, ParallelState
 from megatron.core.tensor_parallel.mappings import all_reduce, all_reduce_
@@ -41,7 +42,7 @@ def finalize_gradients(
     params = [p for chunk in chunks for p in chunk.trained_params]
     device = params[0].device if params else torch.device("cpu")
     local = torch.as_tensor(num_tokens, dtype=torch.float32, device=device)
-    total = all_reduce(local.detach(), mesh.dp_cp)
+    total = all_reduce(local.detach(), mesh.dp_cp, part=LOSS)
     tokens = total if total.dim() == 0 else total[0]
     for chunk in chunks:
         chunk.scale_gradients(1.0 / tokens.clamp(min=1.0))
@@ -66,6 +67,6 @@ def _sum_together(gradients: list[torch.Tensor], axis: Axis) -> None:
     """All-reduce many small gradients in one call."""
     if axis.size == 1 or not any(g.numel() for g in gradients):
         return
-    flat = all_reduce_(torch.cat(gradients), axis)
+    flat = all_reduce_(torch.cat(gradients), axis, part=GRADIENT_SYNC)
     parts = torch.split(flat, [g.numel() for g in gradients])
     torch._foreach_copy_(gradients, list(parts))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.comm_log import AMAX
 from megatron.core.errors import CheckpointError, PrecisionError, complaint
 from megatron.core.fp8.formats import Fp8Format
 from megatron.core.fp8.recipe import DelayedScaling, Role
@@ -297,7 +298,7 @@ class AmaxBook:
             span = self._span(direction)
             staged = history[0, span]
             encoded = torch.where(torch.isnan(staged), torch.full_like(staged, -1.0), staged)
-            reduced = all_reduce(encoded.contiguous(), axis, op="max")
+            reduced = all_reduce(encoded.contiguous(), axis, op="max", part=AMAX)
             history[0, span] = torch.where(
                 reduced < 0, torch.full_like(reduced, float("nan")), reduced
             )

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron.core.comm_log import AMAX
 from megatron.core.fp8 import kernels
 from megatron.core.fp8.amax import Slot
 from megatron.core.fp8.formats import Fp8Format
@@ -132,5 +133,5 @@ class CurrentQuantizer(Quantizer):
         """See the base class."""
         amax = kernels.amax(x)
         if axis is not None and axis.size > 1:
-            amax = all_reduce(amax.view(1), axis, op="max").view(())
+            amax = all_reduce(amax.view(1), axis, op="max", part=AMAX).view(())
         return self._make(x, self.recipe.scale(amax, self.fmt.max), want_amax=False)

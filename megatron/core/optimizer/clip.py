@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron.core.comm_log import OPTIMIZER
 from megatron.core.mesh import Axis, ParallelState
 from megatron.core.shards import is_counted_here
 from megatron.core.tensor_parallel.mappings import all_reduce_
@@ -19,9 +20,13 @@ from megatron.core.tensor_parallel.mappings import all_reduce_
 Sharded = Iterable[tuple[Axis, Iterable[torch.Tensor]]]
 
 
+def _sum(value: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return all_reduce_(value, axis, part=OPTIMIZER)
+
+
 def _sum_over_model(value: torch.Tensor, mesh: ParallelState) -> torch.Tensor:
     """Sum `value` in place over the ranks that hold different parts of the model."""
-    return all_reduce_(all_reduce_(value, mesh.tp), mesh.pp)
+    return _sum(_sum(value, mesh.tp), mesh.pp)
 
 
 def counted(params: Iterable[torch.Tensor], mesh: ParallelState) -> list[torch.Tensor]:
@@ -46,7 +51,7 @@ def global_norm(
     """
     total = _sum_of_squares(tensors, device)
     for axis, parts in sharded:
-        total = total + all_reduce_(_sum_of_squares(parts, device), axis)
+        total = total + _sum(_sum_of_squares(parts, device), axis)
     return _sum_over_model(total, mesh).sqrt()
 
 
@@ -87,7 +92,7 @@ def count_zeros(
     """
     total = _zeros(tensors, device)
     for axis, parts in sharded:
-        total = total + all_reduce_(_zeros(parts, device), axis)
+        total = total + _sum(_zeros(parts, device), axis)
     return _sum_over_model(total, mesh)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megatron.core import wire
 from megatron.core.mesh import Axis, ParallelState
 from megatron.core.pipeline_parallel.schedule import Action, transfer_of
 
@@ -44,7 +43,7 @@ class Pipes:
         }
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
         # What is being sent has to stay alive until it is.
-        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sending: deque[tuple[wire.Pending, torch.Tensor]] = deque()
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send; returns at once.
@@ -64,11 +63,8 @@ class Pipes:
             )
         transfer = transfer_of(action, self._pp.size)
         tensor = tensor.contiguous()
-        work = dist.isend(
-            tensor,
-            dst=self._pp.ranks[transfer.receiver],
-            group=self._channels[transfer.channel].group,
-        )
+        channel = self._channels[transfer.channel]
+        work = wire.send(tensor, channel, self._pp.ranks[transfer.receiver])
         self._sending.append((work, tensor))
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
@@ -84,14 +80,11 @@ class Pipes:
         """
         transfer = transfer_of(action, self._pp.size)
         tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        work = dist.irecv(
-            tensor,
-            src=self._pp.ranks[transfer.sender],
-            group=self._channels[transfer.channel].group,
-        )
+        channel = self._channels[transfer.channel]
+        work = wire.receive(tensor, channel, self._pp.ranks[transfer.sender])
 
         def arrival() -> torch.Tensor:
-            work.wait()  # type: ignore[union-attr]
+            work.wait()
             return tensor
 
         return arrival

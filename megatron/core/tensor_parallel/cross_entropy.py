@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.comm_log import LOSS
 from megatron.core.errors import DataError, complaint
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_reduce_
@@ -97,9 +98,9 @@ class _CrossEntropy(torch.autograd.Function):
             packed[2].copy_(here)
         if axis.size > 1:
             local_peak = peak.clone()
-            all_reduce_(peak, axis, "max")
+            all_reduce_(peak, axis, "max", part=LOSS)
             packed[0] *= torch.exp(local_peak - peak)
-            all_reduce_(packed, axis)
+            all_reduce_(packed, axis, part=LOSS)
         log_sum = packed[0].log_().add_(peak)
         loss = log_sum - packed[1]
         if logits.device.type != "cpu":

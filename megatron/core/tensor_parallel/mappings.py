@@ -1,45 +1,23 @@
 """Collectives along one mesh axis: plain ones, and pairs that autograd can differentiate.
 
-Every function is the identity on an axis of size 1. FP8 tensors travel as their bytes, because gloo
-and older NCCL refuse FP8 types; reducing them is an error, since a sum of codes means nothing.
+Every function is the identity on an axis of size 1. Reducing FP8 tensors is an error, since a sum
+of codes means nothing. `part` says in the axis' log what a transfer is for (see `comm_log`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.core import wire
 from megatron.core.errors import MeshError, complaint
 from megatron.core.mesh import Axis
+from megatron.core.wire import FP8_DTYPES, Pending, as_bytes
 
-# torch 2.13 renamed these two and deprecates the old names; 2.12 and older have only the old ones.
-_all_gather_single: Callable[..., Any] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
-_reduce_scatter_single: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
-
-_FP8_DTYPES = frozenset(
-    getattr(torch, name)
-    for name in (
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-    )
-    if hasattr(torch, name)
-)
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-def _wire(x: torch.Tensor) -> torch.Tensor:
-    """The tensor as a type that every transport carries."""
-    return x.view(torch.uint8) if x.dtype in _FP8_DTYPES else x
 
 
 def _reduce_op(x: torch.Tensor, op: str) -> dist.ReduceOp.RedOpType:
@@ -47,7 +25,7 @@ def _reduce_op(x: torch.Tensor, op: str) -> dist.ReduceOp.RedOpType:
         raise MeshError(
             complaint("reduction", op, "Unknown operation", f"Use {', '.join(_REDUCE_OPS)}")
         )
-    if x.dtype in _FP8_DTYPES or (x.dtype == torch.bool and op == "sum"):
+    if x.dtype in FP8_DTYPES or (x.dtype == torch.bool and op == "sum"):
         raise MeshError(
             complaint(
                 f"{op} reduction",
@@ -75,26 +53,25 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Return every rank's picklable value, in rank order, on every rank. For small things only."""
     if axis.size == 1:
         return [value]
-    values: list[Any] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
-    return values
+    return wire.gather_objects(value, axis)
 
 
-def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum", part: str = "") -> torch.Tensor:
     """Reduce `x` over `axis` in place and return it. `x` must be contiguous."""
     reduce_op = _reduce_op(x, op)
     if axis.size > 1:
-        dist.all_reduce(x, op=reduce_op, group=axis.group)
+        wire.all_reduce(x, axis, reduce_op, part=part)
     return x
 
 
-def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", part: str = "") -> torch.Tensor:
     """Reduce `x` over `axis`; `x` keeps its value.
 
     Args:
         x: Any shape, the same on every rank.
         axis: Ranks that take part.
         op: `sum`, `max` or `min`. `max` may lose a NaN: test for NaN separately.
+        part: What it is for, in the axis' log.
 
     Returns:
         The reduced tensor; `x` itself on an axis of size 1.
@@ -102,7 +79,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     if axis.size == 1:
         _reduce_op(x, op)
         return x
-    return all_reduce_(x.clone(memory_format=torch.contiguous_format), axis, op)
+    return all_reduce_(x.clone(memory_format=torch.contiguous_format), axis, op, part)
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
@@ -125,12 +102,12 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     out = torch.empty(
         (axis.size * local.shape[0], *local.shape[1:]), dtype=x.dtype, device=x.device
     )
-    _all_gather_single(_wire(out), _wire(local), group=axis.group)
+    wire.all_gather(out, local, axis)
     if dim == 0:
         return out
-    parts = _wire(out).view(axis.size, *_wire(local).shape)
+    parts = as_bytes(out).view(axis.size, *as_bytes(local).shape)
     joined = parts.movedim(0, dim).flatten(dim, dim + 1)
-    return joined.view(x.dtype) if x.dtype in _FP8_DTYPES else joined
+    return joined.view(x.dtype) if x.dtype in FP8_DTYPES else joined
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
@@ -147,7 +124,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     Raises:
         MeshError: If `n` is not a multiple of the axis size.
     """
-    reduce_op = _reduce_op(x, "sum")
+    _reduce_op(x, "sum")
     if axis.size == 1:
         return x
     _check_divisible(x, axis, dim)
@@ -155,51 +132,43 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     parts = (*x.shape[:dim], axis.size, x.shape[dim] // axis.size, *x.shape[dim + 1 :])
     local = x.reshape(parts).movedim(dim, 0).contiguous()
     out = torch.empty(local.shape[1:], dtype=x.dtype, device=x.device)
-    _reduce_scatter_single(out.view(-1), local.view(-1), op=reduce_op, group=axis.group)
+    wire.reduce_scatter(out.view(-1), local.view(-1), axis)
     return out
 
 
-class Pending(Protocol):
-    """A collective on its way. Nobody may touch its tensors before `wait`."""
-
-    def wait(self) -> Any:
-        """Return when its result can be used."""
-
-
-def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
+def start_all_reduce(x: torch.Tensor, axis: Axis, part: str = "") -> Pending:
     """Start to sum the contiguous `x` over an axis of more than one rank, in place."""
-    work: Pending = dist.all_reduce(x, group=axis.group, async_op=True)
-    return work
+    return wire.all_reduce(x, axis, part=part, background=True)
 
 
-def start_reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
+def start_reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis, part: str = "") -> Pending:
     """Start to sum the flat `x` over an axis of more than one rank, keeping this rank's part.
 
     Args:
         out: `[n / axis.size]`; may be this rank's part of `x`.
         x: `[n]`.
         axis: Ranks that take part.
+        part: What it is for, in the axis' log.
     """
-    work: Pending = _reduce_scatter_single(out, x, group=axis.group, async_op=True)
-    return work
+    return wire.reduce_scatter(out, x, axis, part=part, background=True)
 
 
-def start_all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
+def start_all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis, part: str = "") -> Pending:
     """Start to concatenate every rank's flat `x` on an axis of more than one rank.
 
     Args:
         out: `[n * axis.size]`.
         x: `[n]`; may be this rank's part of `out`.
         axis: Ranks that take part.
+        part: What it is for, in the axis' log.
     """
-    work: Pending = _all_gather_single(_wire(out), _wire(x), group=axis.group, async_op=True)
-    return work
+    return wire.all_gather(out, x, axis, part=part, background=True)
 
 
 def broadcast(x: torch.Tensor, axis: Axis, src: int = 0) -> torch.Tensor:
     """Overwrite `x` in place with the value of index `src` of the axis, and return it."""
     if axis.size > 1:
-        dist.broadcast(_wire(x), src=axis.ranks[src], group=axis.group)
+        wire.broadcast(x, axis, src)
     return x
 
 

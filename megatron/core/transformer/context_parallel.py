@@ -25,9 +25,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core import wire
 from megatron.core.errors import MeshError, complaint
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_gather, reduce_scatter
@@ -177,12 +177,7 @@ class _Transfer:
     def __init__(self, x: Tensor, axis: Axis, tag: int) -> None:
         before, after = (axis.ranks[(axis.rank + step) % axis.size] for step in (-1, 1))
         self._sent, self._arriving = x, torch.empty_like(x)
-        self._work = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, x, after, axis.group, tag),
-                dist.P2POp(dist.irecv, self._arriving, before, axis.group, tag),
-            ]
-        )
+        self._work = wire.exchange(x, self._arriving, axis, after, before, tag=tag)
 
     def wait(self) -> Tensor:
         """Wait for both directions; the tensor that was sent may be reused after it."""
@@ -363,7 +358,7 @@ def _exchange(x: Tensor, axis: Axis) -> Tensor:
     """Send part i of `x [P, ...]` to rank i, receive part i from rank i."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=axis.group)
+    wire.all_to_all(out, x, axis)
     return out
 
 
