@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from distpool import run_ranks
 
 from megatron.core import fp8
+from megatron.core.comm_log import CommLog
 from megatron.core.fp8 import (
     AmaxBook,
     DelayedScaling,
@@ -150,7 +153,7 @@ def test_gathered_layer_multiplies_the_whole_sequence(recipe):
     first, second = run_ranks(quantized_shard, 2)
     assert first["scale_inv"] == second["scale_inv"] == pytest.approx(8.0 / 448)
     assert first["gathered"] == second["gathered"] == first["local"] + second["local"]
-    assert first["bytes"] == [64]  # one byte an element travels
+    assert first["sent"] == [("all_gather", 64)]  # one byte an element travels
 
 
 def quantized_shard(rank, size):
@@ -159,16 +162,13 @@ def quantized_shard(rank, size):
     quantizer = state.for_linear("fc").quantizer(Role.INPUT)
     x = torch.linspace(-1, 1, 64).view(4, 16) * (8.0 if rank else 2.0)
     row = quantizer.rowwise(x, axis=axis)
-    sent, original = [], mappings._all_gather_single
-    mappings._all_gather_single = lambda out, x, **kwargs: (
-        sent.append(x.nbytes) or original(out, x, **kwargs)
-    )
-    whole = fp8.comm.gather_rows(row, axis)
+    log = CommLog()
+    whole = fp8.comm.gather_rows(row, replace(axis, log=log))
     return {
         "scale_inv": row.scale_inv.item(),
         "local": row.data.flatten().tolist(),
         "gathered": whole.data.flatten().tolist(),
-        "bytes": sent,
+        "sent": [(t.kind, t.sent_bytes) for t in log.counts.elements()],
     }
 
 
