@@ -224,9 +224,12 @@ def test_environment_is_read_in_one_place(path):
 
 # Names of torch.distributed that move nothing between ranks, or only while ranks meet.
 NO_TRANSFER = {
+    "DebugLevel",
     "DistError",
+    "FileStore",
     "ProcessGroup",
     "ReduceOp",
+    "barrier",
     "destroy_process_group",
     "get_process_group_ranks",
     "get_rank",
@@ -236,6 +239,7 @@ NO_TRANSFER = {
     "is_available",
     "is_initialized",
     "new_group",
+    "set_debug_level",
 }
 
 
