@@ -80,7 +80,8 @@ class Axis:
 class MeshSizes:
     """Extents of every axis and the order in which ranks run through them.
 
-    `etp` defaults to `tp`; `dp` and `edp` are what is left of `world`.
+    `etp` defaults to `tp`; `dp` and `edp` are what is left of `world`. `optimizer_instances` is
+    into how many equal parts the replicas are cut, each of which holds the optimizer once.
 
     Raises:
         MeshError: If the axes do not divide the world.
@@ -93,6 +94,7 @@ class MeshSizes:
     ep: int = 1
     etp: int | None = None
     order: str = DEFAULT_ORDER
+    optimizer_instances: int = 1
 
     def __post_init__(self) -> None:
         _check_order(self.order)
@@ -102,6 +104,7 @@ class MeshSizes:
             ("--pipeline-model-parallel-size", self.pp),
             ("--expert-model-parallel-size", self.ep),
             ("--expert-tensor-parallel-size", self.expert_tp),
+            ("--num-distributed-optimizer-instances", self.optimizer_instances),
             ("world size", self.world),
         ):
             if size < 1:
@@ -129,6 +132,16 @@ class MeshSizes:
                     f"Start a multiple of {expert} ranks or change the expert-parallel sizes",
                 )
             )
+        for what, replicas in (("", self.dp * self.cp), (" of the experts", self.edp)):
+            if replicas % self.optimizer_instances:
+                raise MeshError(
+                    complaint(
+                        "--num-distributed-optimizer-instances",
+                        self.optimizer_instances,
+                        f"The {replicas} replicas{what} cannot be cut into that many equal parts",
+                        f"Choose a divisor of {replicas}",
+                    )
+                )
 
     @classmethod
     def from_config(cls, config: Any, world_size: int) -> MeshSizes:
@@ -141,6 +154,7 @@ class MeshSizes:
             pp=getattr(config, "pipeline_model_parallel_size", 1),
             ep=getattr(config, "expert_model_parallel_size", 1),
             etp=getattr(config, "expert_tensor_parallel_size", None),
+            optimizer_instances=getattr(config, "num_distributed_optimizer_instances", 1),
             order=PIPELINE_BEFORE_DATA_ORDER if pp_first else DEFAULT_ORDER,
         )
 
@@ -240,6 +254,8 @@ class ParallelState:
     `ep_etp` are the ranks that hold the experts of one layer between them, `tp_cp_dp` those that
     see different tokens of a batch (in a layer that spreads the sequence over `tp`). `amax` and
     `expert_amax` are the ranks that share the FP8 scales of a dense layer and of one expert.
+    `dp_cp` is cut into parts, each of which holds the optimizer's state once: `dp_cp_inner` is this
+    process's part, `dp_cp_outer` the processes that hold the same in every part; so is `edp`.
 
     The `pipe_*` axes carry tensors between pipeline stages. Each has a process group of its own,
     because transfers of one group wait for each other: two for either direction, and two between
@@ -254,6 +270,10 @@ class ParallelState:
     etp: Axis
     edp: Axis
     dp_cp: Axis
+    dp_cp_inner: Axis
+    dp_cp_outer: Axis
+    edp_inner: Axis
+    edp_outer: Axis
     tp_cp: Axis
     tp_cp_dp: Axis
     ep_etp: Axis
@@ -334,6 +354,10 @@ class ParallelState:
                 ("expert_amax", _EXPERT_AMAX[amax]),
             )
         }
+        for name, token in (("dp_cp", "dp-cp"), ("edp", "edp")):
+            inner, outer = _cut(groups_of(token, extents, order), sizes.optimizer_instances)
+            axes[f"{name}_inner"] = make_axis(f"{token}-inner", inner)
+            axes[f"{name}_outer"] = make_axis(f"{token}-outer", outer)
         axes["world"] = make_axis("world", [list(range(world_size))])
         ends = [[g[0]] if len(g) == 1 else [g[0], g[-1]] for g in groups_of("pp", extents, order)]
         axes["embedding"] = make_axis("embedding", ends)
@@ -355,6 +379,16 @@ class ParallelState:
         parts = [f"rank {self.rank}", f"tp{self.tp.rank}", f"pp{self.pp.rank}", f"dp{self.dp.rank}"]
         parts += [f"{axis.name}{axis.rank}" for axis in (self.cp, self.ep) if axis.size > 1]
         return " ".join(parts)
+
+
+def _cut(groups: list[list[int]], parts: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Cut each group into contiguous parts; also return the ranks with one place in all parts."""
+    inner, outer = [], []
+    for group in groups:
+        size = len(group) // parts
+        inner += [group[start : start + size] for start in range(0, len(group), size)]
+        outer += [group[place::size] for place in range(size)]
+    return inner, outer
 
 
 def _sizes_of(config: Any, rank: int, world_size: int) -> MeshSizes:

@@ -22,7 +22,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MixedPrecisionOptimizer, build_optimizer, build_scheduler
 from megatron.core.optimizer.lr import ParamScheduler
 from megatron.core.pipeline_parallel.layout import local_stages
-from megatron.core.shards import global_shape
+from megatron.core.shards import global_shape, is_expert, shard_axis
 from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.checkpoint_config import read_common, saved_settings
@@ -118,10 +118,13 @@ def build_gpt(cfg: RunConfig, runtime: Runtime) -> tuple[GPTModel, Fp8State, Rng
 def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
     """Build the model, its gradient buffers, the optimizer and the scheduler."""
     model, fp8, rng = build_gpt(cfg, runtime)
+    mesh = runtime.mesh
     ddp = DistributedDataParallel(
         model,
-        runtime.mesh.dp_cp,
-        expert_dp_axis=runtime.mesh.edp,
+        mesh.dp_cp_inner,
+        expert_dp_axis=mesh.edp_inner,
+        outer_axis=mesh.dp_cp_outer,
+        expert_outer_axis=mesh.edp_outer,
         reduce_dtype=torch.bfloat16 if cfg.grad_reduce_in_bf16 else torch.float32,
         sharded=cfg.use_distributed_optimizer,
         bucket_size=cfg.ddp_bucket_size,
@@ -130,14 +133,17 @@ def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
         overlap_gather=cfg.overlap_param_gather,
     )
     shards = ddp if cfg.use_distributed_optimizer else None
-    optimizer = build_optimizer(cfg, model, runtime.mesh, shards)
+    optimizer = build_optimizer(cfg, model, mesh, shards)
     return Parts(model, ddp, optimizer, build_scheduler(cfg, optimizer), fp8, rng)
 
 
 def count_parameters(model: torch.nn.Module, mesh: ParallelState) -> int:
     """Return the parameters of the whole model, of which this rank may hold a part. Collective."""
-    own = [p for p in model.parameters() if not getattr(p, "shared", False)]
-    count = sum(math.prod(global_shape(p, mesh.tp.size)) for p in own)
+    count = 0
+    for param in model.parameters():
+        if not getattr(param, "shared", False):
+            whole = math.prod(global_shape(param, shard_axis(param, mesh).size))
+            count += whole * (mesh.ep.size if is_expert(param) else 1)
     return sum(gather_objects(count, mesh.pp))
 
 

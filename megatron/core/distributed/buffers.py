@@ -4,7 +4,8 @@ The parameters of a buffer are summed over the same ranks. They lie in reverse o
 roughly the order in which backward finishes them, and are cut into buckets, each of which is one
 collective. With sharding every rank owns one contiguous range of every bucket: the gradients are
 reduced into it, the optimizer updates it, and the parameters are gathered from all ranges. A range
-may begin and end in the middle of a parameter.
+may begin and end in the middle of a parameter. Where the ranks are cut into groups that each share
+all ranges, the sums of a range are then added up over the ranks that own it.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class Bucket:
         values: The bucket's parameters `[elements]` when they are sharded, else None.
         params: The parameters in it.
         axis: Ranks that share it.
+        outer: Ranks of other groups that own the same range; none without sharding.
         reduce_dtype: Type of gradients on the wire.
     """
 
@@ -111,14 +113,16 @@ class Bucket:
         values: torch.Tensor | None,
         params: Sequence[nn.Parameter],
         axis: Axis,
+        outer: Axis,
         reduce_dtype: torch.dtype,
     ) -> None:
         self.params = list(params)
         self._grads, self._values = grads, values
-        self._axis, self._reduce_dtype = axis, reduce_dtype
+        self._axis, self._outer, self._reduce_dtype = axis, outer, reduce_dtype
         self._own = _own_range(grads.numel(), axis) if values is not None else slice(None)
         self._wire: torch.Tensor | None = None
         self._reducing: Pending | None = None
+        self._is_inner_sum = False
         self._gathering: Pending | None = None
         self.missing = len(self.params)
         self.is_launched = False
@@ -153,18 +157,31 @@ class Bucket:
     def start_reduce(self) -> None:
         """Start to sum the gradients over the ranks."""
         self.is_launched = True
-        if self._axis.size == 1:
+        if self._axis.size == 1 and self._outer.size == 1:
             return
         low = self._reduce_dtype != self._grads.dtype
         self._wire = wire = self._grads.to(self._reduce_dtype) if low else self._grads
-        if self._values is None:
+        self._is_inner_sum = self._outer.size > 1
+        if self._axis.size == 1:
+            self.continue_reduce()
+        elif self._values is None:
             self._reducing = start_all_reduce(wire, self._axis, GRADIENT_SYNC)
         else:
             own = wire[self._own]
             self._reducing = start_reduce_scatter(own, wire, self._axis, GRADIENT_SYNC)
 
+    def continue_reduce(self) -> None:
+        """Start to add up the sums of several groups, when those of this one are there."""
+        if not self._is_inner_sum or self._wire is None:
+            return
+        if self._reducing is not None:
+            self._reducing.wait()
+        self._is_inner_sum = False
+        self._reducing = start_all_reduce(self._wire[self._own], self._outer, GRADIENT_SYNC)
+
     def finish_reduce(self) -> None:
         """Wait for the sums; they are then in this rank's range."""
+        self.continue_reduce()
         if self._reducing is not None:
             self._reducing.wait()
         if self._wire is not None and self._wire is not self._grads:
@@ -212,8 +229,9 @@ class GradBuffer:
 
     Args:
         params: Parameters of one type, in model order.
-        axis: Ranks that hold copies of them.
+        axis: Ranks that hold copies of them; with several groups, those of this group.
         reduce_dtype: Type of gradients on the wire.
+        outer: Ranks of other groups that own the same ranges; None for one group.
         bucket_size: Elements of a bucket; None for the default.
         sharded: Whether each rank owns a range of every bucket.
 
@@ -229,11 +247,13 @@ class GradBuffer:
         axis: Axis,
         reduce_dtype: torch.dtype,
         *,
+        outer: Axis | None = None,
         bucket_size: int | None = None,
         sharded: bool = False,
     ) -> None:
         self.params = list(reversed(params))
         self.axis, self.sharded = axis, sharded
+        self.outer = outer or Axis.single("outer")
         # Two pipeline stages may hold copies of one embedding, and sum its gradient range by range:
         # in a bucket of its own it is cut at the same places on both.
         layout = plan_layout(
@@ -259,6 +279,7 @@ class GradBuffer:
                 None if self._values is None else self._values[start:stop],
                 self.params[first:last],
                 axis,
+                self.outer,
                 reduce_dtype,
             )
             for start, stop, first, last in layout.buckets

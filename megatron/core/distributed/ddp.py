@@ -6,21 +6,22 @@ What is summed when:
 * with overlap, a bucket's reduction starts when backward of the last microbatch (see
   `expect_last_backward`) has completed the bucket's last gradient, and `finish_grad_sync` waits.
 
-Buckets start in the same order on every rank, whatever the order of their completion. They are the
-same with and without overlap, so that the sums are too.
+Dense and expert parameters are copied on different ranks and have buckets of their own. Buckets of
+both kinds start in one order, that in which backward completes them, which is the same on every
+rank, whatever happens on it. They are the same with and without overlap, so that the sums are too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from megatron.core.distributed.buffers import Bucket, GradBuffer
 from megatron.core.mesh import Axis
-from megatron.core.shards import FlatRange
+from megatron.core.shards import FlatRange, is_expert
 
 
 class DistributedDataParallel(nn.Module):
@@ -39,6 +40,9 @@ class DistributedDataParallel(nn.Module):
         dp_axis: Ranks that hold copies of the dense parameters and see other tokens: data- and
             context-parallel ones.
         expert_dp_axis: The same for expert parameters (attribute `allreduce` false).
+        outer_axis: With `sharded`: if `dp_axis` is one of several groups of replicas, each of which
+            shares all ranges, the ranks of all groups that own the same ranges.
+        expert_outer_axis: The same for expert parameters.
         reduce_dtype: Type of gradients on the wire.
         sharded: Whether each rank owns a range of every bucket (the distributed optimizer).
         bucket_size: Elements of one bucket; None for the default or for `num_buckets`.
@@ -54,6 +58,8 @@ class DistributedDataParallel(nn.Module):
         dp_axis: Axis,
         *,
         expert_dp_axis: Axis | None = None,
+        outer_axis: Axis | None = None,
+        expert_outer_axis: Axis | None = None,
         reduce_dtype: torch.dtype = torch.float32,
         sharded: bool = False,
         bucket_size: int | None = None,
@@ -68,11 +74,18 @@ class DistributedDataParallel(nn.Module):
         trained = [p for p in module.parameters() if p.requires_grad]
         if num_buckets is not None and bucket_size is None:
             bucket_size = max(1, -(-sum(p.numel() for p in trained) // num_buckets))
+        dense, expert = (dp_axis, outer_axis), (expert_dp_axis or dp_axis, expert_outer_axis)
         self.buffers_by_axis = [
-            GradBuffer(params, axis, reduce_dtype, bucket_size=bucket_size, sharded=sharded)
-            for axis, params in _by_kind(trained, dp_axis, expert_dp_axis or dp_axis)
+            GradBuffer(
+                params, axis, reduce_dtype, outer=outer, bucket_size=bucket_size, sharded=sharded
+            )
+            for (axis, outer), params in _by_kind(trained, dense, expert)
         ]
-        self._buckets = [b for buffer in self.buffers_by_axis for b in buffer.buckets]
+        place = {param: number for number, param in enumerate(trained)}
+        self._buckets = sorted(
+            (b for buffer in self.buffers_by_axis for b in buffer.buckets),
+            key=lambda bucket: -min(place[p] for p in bucket.params),
+        )
         self._buffer_of = {p: buffer for buffer in self.buffers_by_axis for p in buffer.params}
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
         self._is_last_backward = False
@@ -118,6 +131,8 @@ class DistributedDataParallel(nn.Module):
         self._is_last_backward = False
         self._start_reduce(len(self._buckets))
         for bucket in self._buckets:
+            bucket.continue_reduce()
+        for bucket in self._buckets:
             bucket.finish_reduce()
         self._next_bucket = 0
 
@@ -151,13 +166,19 @@ class DistributedDataParallel(nn.Module):
         self._start_reduce(ready)
 
     def _start_reduce(self, end: int) -> None:
-        """Start the buckets up to `end`; without overlap wait for each, to need less memory."""
+        """Start the buckets up to `end`; without overlap wait for each, to need less memory.
+
+        Groups add up a bucket when the next one is on its way, so that neither has to be waited
+        for.
+        """
         while self._next_bucket < end:
-            bucket = self._buckets[self._next_bucket]
+            number = self._next_bucket
             self._next_bucket += 1
-            bucket.start_reduce()
+            self._buckets[number].start_reduce()
             if not self._overlap_reduce:
-                bucket.finish_reduce()
+                self._buckets[number].finish_reduce()
+            elif number:
+                self._buckets[number - 1].continue_reduce()
 
     # -- sharded parameters ---------------------------------------------------------------------
 
@@ -165,14 +186,10 @@ class DistributedDataParallel(nn.Module):
         """Return which elements of a parameter this rank updates: all of them if not sharded."""
         return self._buffer_of[param].owned(param)
 
-    def shard_axis(self, param: nn.Parameter) -> Axis:
-        """Return the ranks that own the ranges of a parameter."""
-        return self._buffer_of[param].axis
-
-    @property
-    def shard_axes(self) -> list[Axis]:
-        """Every axis that `shard_axis` returns, in the same order on all ranks."""
-        return list(dict.fromkeys(buffer.axis for buffer in self.buffers_by_axis))
+    def copies_axis(self, param: nn.Parameter) -> Axis:
+        """Return the ranks that update the same elements of a parameter as this one."""
+        buffer = self._buffer_of[param]
+        return buffer.outer if self.sharded else buffer.axis
 
     def gather_params(self) -> None:
         """Fetch what other ranks updated; with overlap, modules wait for it when they run."""
@@ -203,16 +220,18 @@ def _waiter(buckets: list[Bucket]) -> Any:
     return wait
 
 
+_Kind = TypeVar("_Kind")
+
+
 def _by_kind(
-    trained: Sequence[nn.Parameter], dp_axis: Axis, expert_dp_axis: Axis
-) -> list[tuple[Axis, list[nn.Parameter]]]:
+    trained: Sequence[nn.Parameter], dense: _Kind, expert: _Kind
+) -> list[tuple[_Kind, list[nn.Parameter]]]:
     """Group parameters by the ranks that share them and by type; one flat tensor has one type."""
     kinds: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
     for param in trained:
-        dense = bool(getattr(param, "allreduce", True))
-        kinds.setdefault((dense, param.dtype), []).append(param)
-    order = sorted(kinds, key=lambda kind: not kind[0])  # dense first
-    return [(dp_axis if kind[0] else expert_dp_axis, kinds[kind]) for kind in order]
+        kinds.setdefault((is_expert(param), param.dtype), []).append(param)
+    order = sorted(kinds, key=lambda kind: kind[0])  # dense first
+    return [(expert if kind[0] else dense, kinds[kind]) for kind in order]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

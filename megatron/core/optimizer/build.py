@@ -29,7 +29,7 @@ def _slots(model: torch.nn.Module, shards: ParamShards | None) -> list[Slot]:
         owned = shards.owned_range(param)
         if owned.size:
             part = param.detach().view(-1)[owned.start : owned.stop]
-            slots.append(Slot(name, param, part.float(), owned, shards.shard_axis(param)))
+            slots.append(Slot(name, param, part.float(), owned))
     return slots
 
 

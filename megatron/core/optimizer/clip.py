@@ -1,9 +1,8 @@
-"""Global norms, zero counts and clipping of sharded gradients.
+"""Global norms, zero counts and clipping of gradients that are spread over many ranks.
 
-Every element of the global model counts once: a parameter that all tensor-parallel ranks hold in
-full is counted by the first of them only, and the sums are then reduced over the model-parallel
-axes. Gradients are summed over data-parallel ranks before they come here; with the distributed
-optimizer each of these ranks holds a part of the sums, and the parts are added up first.
+Every element of the model is counted by exactly one rank of the world: of a parameter that several
+ranks hold alike, the first of them counts; of one that is split, each counts its part. One sum
+over the world then gives the total, whatever mixture of axes the parameters lie on.
 """
 
 from __future__ import annotations
@@ -14,52 +13,36 @@ import torch
 
 from megatron.core.comm_log import OPTIMIZER
 from megatron.core.mesh import Axis, ParallelState
-from megatron.core.shards import is_counted_here
+from megatron.core.shards import is_counted_here, shard_axis
 from megatron.core.tensor_parallel.mappings import all_reduce_
 
-Sharded = Iterable[tuple[Axis, Iterable[torch.Tensor]]]
 
+def counts(param: torch.Tensor, mesh: ParallelState, copies: Axis) -> bool:
+    """Return whether this rank counts what it updates of `param` in global sums.
 
-def _sum(value: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return all_reduce_(value, axis, part=OPTIMIZER)
-
-
-def _sum_over_model(value: torch.Tensor, mesh: ParallelState) -> torch.Tensor:
-    """Sum `value` in place over the ranks that hold different parts of the model."""
-    return _sum(_sum(value, mesh.tp), mesh.pp)
-
-
-def counted(params: Iterable[torch.Tensor], mesh: ParallelState) -> list[torch.Tensor]:
-    """Return the parameters that this rank counts in global sums."""
-    return [p for p in params if is_counted_here(p, mesh.tp)]
+    Args:
+        param: The parameter.
+        mesh: The process mesh.
+        copies: Ranks that see other tokens and update the same elements of the parameter.
+    """
+    return copies.is_first and is_counted_here(param, shard_axis(param, mesh))
 
 
 def global_norm(
-    tensors: Iterable[torch.Tensor],
-    mesh: ParallelState,
-    device: torch.device,
-    sharded: Sharded = (),
+    tensors: Iterable[torch.Tensor], world: Axis, device: torch.device
 ) -> torch.Tensor:
-    """Return the L2 norm over the whole model as an fp32 scalar on `device`.
+    """Return the L2 norm over the whole model as an fp32 scalar on `device`. Collective.
 
     Args:
-        tensors: This rank's tensors, each element of the model on one rank only (see `counted`).
-        mesh: The process mesh.
+        tensors: This rank's tensors, each element of the model on one rank only (see `counts`).
+        world: All ranks.
         device: Where to compute when this rank has no tensor.
-        sharded: Further tensors, of which the ranks of an axis hold disjoint parts. Every rank
-            names the same axes in the same order.
     """
-    total = _sum_of_squares(tensors, device)
-    for axis, parts in sharded:
-        total = total + _sum(_sum_of_squares(parts, device), axis)
-    return _sum_over_model(total, mesh).sqrt()
-
-
-def _sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     local = list(tensors)
-    if not local:
-        return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(local, dtype=torch.float32)).square().sum()
+    total = torch.zeros((), device=device)
+    if local:
+        total = torch.stack(torch._foreach_norm(local, dtype=torch.float32)).square().sum()
+    return all_reduce_(total, world, part=OPTIMIZER).sqrt()
 
 
 def clip_by_norm_(tensors: Iterable[torch.Tensor], norm: float, max_norm: float) -> None:
@@ -77,27 +60,16 @@ def clip_by_norm_(tensors: Iterable[torch.Tensor], norm: float, max_norm: float)
 
 
 def count_zeros(
-    tensors: Iterable[torch.Tensor],
-    mesh: ParallelState,
-    device: torch.device,
-    sharded: Sharded = (),
+    tensors: Iterable[torch.Tensor], world: Axis, device: torch.device
 ) -> torch.Tensor:
     """Return how many elements of the whole model are exactly zero, as an int64 scalar.
 
     Args:
-        tensors: This rank's tensors, each element of the model on one rank only (see `counted`).
-        mesh: The process mesh.
+        tensors: This rank's tensors, each element of the model on one rank only (see `counts`).
+        world: All ranks.
         device: Where to count when this rank has no tensor.
-        sharded: As for `global_norm`.
     """
-    total = _zeros(tensors, device)
-    for axis, parts in sharded:
-        total = total + _sum(_zeros(parts, device), axis)
-    return _sum_over_model(total, mesh)
-
-
-def _zeros(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         total += tensor.numel() - torch.count_nonzero(tensor)
-    return total
+    return all_reduce_(total, world, part=OPTIMIZER)

@@ -18,16 +18,10 @@ from typing import Any, Protocol
 import torch
 
 from megatron.core.mesh import Axis, ParallelState
-from megatron.core.optimizer.clip import (
-    Sharded,
-    clip_by_norm_,
-    count_zeros,
-    counted,
-    global_norm,
-)
+from megatron.core.optimizer.clip import clip_by_norm_, count_zeros, counts, global_norm
 from megatron.core.optimizer.compact import MOMENTS, CompactAdamW
 from megatron.core.optimizer.loss_scale import LossScale
-from megatron.core.shards import FlatRange
+from megatron.core.shards import FlatRange, replica_axis
 
 # Per-parameter optimizer state that has the parameter's shape.
 _TENSOR_STATE = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -51,15 +45,11 @@ class StepResult:
 class ParamShards(Protocol):
     """Which rank updates which elements, and how the parameters become whole again."""
 
-    @property
-    def shard_axes(self) -> Sequence[Axis]:
-        """Every axis that `shard_axis` returns, in the same order on all ranks."""
-
     def owned_range(self, param: torch.nn.Parameter) -> FlatRange:
         """Return the elements that this rank updates, maybe none."""
 
-    def shard_axis(self, param: torch.nn.Parameter) -> Axis:
-        """Return the ranks that share a parameter."""
+    def copies_axis(self, param: torch.nn.Parameter) -> Axis:
+        """Return the ranks that update the same elements as this one."""
 
     def gather_params(self) -> None:
         """Fetch what other ranks updated."""
@@ -74,14 +64,12 @@ class Slot:
         param: The parameter.
         master: fp32, shaped like the parameter, or flat like `owned`.
         owned: The elements this rank updates, None for all.
-        axis: The ranks that own the other elements, None when `owned` is.
     """
 
     name: str
     param: torch.nn.Parameter
     master: torch.Tensor
     owned: FlatRange | None = None
-    axis: Axis | None = None
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements, in the master's shape, of a tensor shaped like the parameter."""
@@ -103,6 +91,11 @@ class Slot:
     def is_own_master(self) -> bool:
         """Whether writing the master is writing the parameter."""
         return self.master.data_ptr() == self.value.data_ptr()
+
+
+def _copies(slot: Slot, shards: ParamShards | None, mesh: ParallelState) -> Axis:
+    """Return the ranks that update the same elements of a slot's parameter."""
+    return replica_axis(slot.param, mesh) if shards is None else shards.copies_axis(slot.param)
 
 
 class MixedPrecisionOptimizer:
@@ -141,12 +134,11 @@ class MixedPrecisionOptimizer:
         self._loading: dict[tuple[Slot, str], torch.Tensor] = {}
         self.loss_scale = loss_scale
         self._loss_divisor = loss_divisor
-        self._mesh = mesh
+        self._world = mesh.world
         self._clip_grad = clip_grad
         self._count_zeros = count_zeros
         self._skip_non_finite = skip_non_finite
-        counted_ids = {id(p) for p in counted((s.param for s in self.slots), mesh)}
-        self._counted = [s for s in self.slots if id(s.param) in counted_ids]
+        self._counted = [s for s in self.slots if counts(s.param, mesh, _copies(s, shards, mesh))]
         self._copied = [s for s in self.slots if not s.is_own_master]
         self._shards = shards
         first = self.slots[0].param.device if self.slots else torch.device("cpu")
@@ -170,23 +162,14 @@ class MixedPrecisionOptimizer:
     def measure(self) -> float:
         """Take the loss scale out of the gradients and return their global norm. Collective.
 
-        The norm is reduced over every rank that holds part of the model, and replicas hold equal
-        gradients: a non-finite element anywhere makes it non-finite on every rank.
+        Each element of the model enters the norm on one rank, and all ranks get the sum: a
+        non-finite element anywhere makes it non-finite everywhere.
         """
         scale = self.backward_scale
         if scale != 1.0 and self.slots:
             torch._foreach_mul_([s.grad for s in self.slots], 1.0 / scale)
-        grads = [(s, s.grad) for s in self._counted]
-        return float(global_norm(*self._over_all_ranks(grads)))
-
-    def _over_all_ranks(
-        self, tensors: Sequence[tuple[Slot, torch.Tensor]]
-    ) -> tuple[list[torch.Tensor], ParallelState, torch.device, Sharded]:
-        """Return the arguments with which a global sum counts each of the model's elements once."""
-        axes = self._shards.shard_axes if self._shards is not None else ()
-        sharded = [(axis, [t for s, t in tensors if s.axis == axis]) for axis in axes]
-        whole = [t for s, t in tensors if s.axis is None]
-        return whole, self._mesh, self._device, sharded
+        grads = [s.grad for s in self._counted]
+        return float(global_norm(grads, self._world, self._device))
 
     @torch.no_grad()
     def step(self, norm: float | None = None, *, skip: bool = False) -> StepResult:
@@ -207,8 +190,8 @@ class MixedPrecisionOptimizer:
         clip_by_norm_(grads, norm, self._clip_grad)
         zeros = None
         if self._count_zeros:
-            counted_grads = [(s, s.grad) for s in self._counted]
-            zeros = int(count_zeros(*self._over_all_ranks(counted_grads)))
+            counted = [s.grad for s in self._counted]
+            zeros = int(count_zeros(counted, self._world, self._device))
         self._update(grads)
         return StepResult(True, norm, zeros)
 
@@ -247,7 +230,8 @@ class MixedPrecisionOptimizer:
     @torch.no_grad()
     def params_norm(self) -> float:
         """Return the global norm of the masters."""
-        return float(global_norm(*self._over_all_ranks([(s, s.master) for s in self._counted])))
+        masters = [s.master for s in self._counted]
+        return float(global_norm(masters, self._world, self._device))
 
     @property
     def owned_ranges(self) -> dict[str, FlatRange]:
