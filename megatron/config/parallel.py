@@ -79,6 +79,11 @@ class ParallelConfig:
         False,
         help="Spread masters and moments of the optimizer over the replicas (ZeRO-1).",
     )
+    num_distributed_optimizer_instances: int = field(
+        1,
+        help="Copies of the distributed optimizer: each is spread over a part of the replicas,"
+        " and gradients are then added up over the parts.",
+    )
     overlap_grad_reduce: bool = field(
         False,
         help="Sum a bucket of gradients as soon as the last backward pass has completed it.",

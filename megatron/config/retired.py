@@ -73,7 +73,6 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--softmax-type": (("vanilla",), _ALWAYS),
     "--main-grads-dtype": (("fp32",), _ALWAYS),
     "--main-params-dtype": (("fp32",), _ALWAYS),
-    "--num-distributed-optimizer-instances": (("1",), _ALWAYS),
     "--cuda-graph-impl": (("none",), _ALWAYS),
     "--no-overlap-p2p-communication": (ANY, "sends never hold up a stage; the results are equal"),
     "--data-parallel-sharding-strategy": (("no_shard",), _ALWAYS),
@@ -211,7 +210,7 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
         "Use --context-parallel-size with --cp-comm-type p2p, all_gather or a2a",
     ),
     (
-        r".*fsdp|outer-dp|data-parallel-sharding|ddp-|num-distributed-opt",
+        r".*fsdp|outer-dp|data-parallel-sharding|ddp-",
         "That form of data parallelism is",
         "Use --use-distributed-optimizer, which shares the optimizer among all replicas",
     ),

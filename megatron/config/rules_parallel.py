@@ -194,6 +194,41 @@ def param_gather_has_an_optimizer_and_reduced_gradients(c: Draft) -> Iterator[Pr
 
 
 @rule
+def instances_cut_the_replicas(c: Draft) -> Iterator[Problem]:
+    """--num-distributed-optimizer-instances divides the replicas, those of the experts too."""
+    flag, count = "--num-distributed-optimizer-instances", c.num_distributed_optimizer_instances
+    if count < 1:
+        yield Problem((flag,), count, "There is at least one", "Use 1 or more")
+        return
+    if count > 1 and not c.use_distributed_optimizer:
+        yield Problem(
+            (flag, "--use-distributed-optimizer"),
+            f"{count} without --use-distributed-optimizer",
+            "Without it every replica has a whole optimizer",
+            f"Add --use-distributed-optimizer, or remove {flag}",
+        )
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    if not c.counts(*sizes, "world_size", "expert_model_parallel_size"):
+        return  # refused by another rule
+    tp, pp, cp = (c.values[name] for name in sizes)
+    etp = c.expert_tensor_parallel_size or tp
+    of_dense = c.world_size // (tp * pp * cp) * cp
+    of_experts = c.world_size // (etp * c.expert_model_parallel_size * pp)
+    for replicas, flags, which in (
+        (of_dense, (flag,), "replicas (with context-parallel ranks)"),
+        (of_experts, (flag, "--expert-model-parallel-size"), "replicas of each expert"),
+    ):
+        if replicas and replicas % count:
+            yield Problem(
+                flags,
+                f"{count} with {replicas} {which}",
+                "They are cut into that many equal parts",
+                f"Use a divisor of {replicas}",
+            )
+            return
+
+
+@rule
 def buckets_have_a_size(c: Draft) -> Iterator[Problem]:
     """--ddp-bucket-size and --ddp-num-buckets are at least 1, and only one of them is given."""
     names = ("ddp_bucket_size", "ddp_num_buckets")

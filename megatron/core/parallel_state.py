@@ -53,6 +53,7 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
+    num_distributed_optimizer_instances: int = 1,
     order: str = DEFAULT_ORDER,
     amax_reduction: str = "tp-cp-dp",
 ) -> None:
@@ -89,6 +90,7 @@ def initialize_model_parallel(
         ep=expert_model_parallel_size,
         etp=expert_tensor_parallel_size,
         order=order,
+        optimizer_instances=num_distributed_optimizer_instances,
     )
     install(ParallelState.build(sizes, rank, world, amax_reduction=amax_reduction))
 
@@ -143,28 +145,54 @@ def get_tensor_model_parallel_ranks() -> list[int]:
 # Data parallelism
 
 
-def _data_axis(with_context_parallel: bool) -> Axis:
-    return _axis("dp_cp" if with_context_parallel else "dp")
+def _data_axis(with_context_parallel: bool, partial: bool = False) -> Axis:
+    if partial and not with_context_parallel and _axis("cp").size > 1:
+        raise MeshError(
+            complaint(
+                "partial_data_parallel",
+                "no context-parallel ranks",
+                "The optimizer is spread over data- and context-parallel ranks together",
+                "Pass with_context_parallel=True",
+            )
+        )
+    name = "dp_cp" if with_context_parallel or partial else "dp"
+    return _axis(f"{name}_inner" if partial else name)
 
 
-def get_data_parallel_group(with_context_parallel: bool = False) -> Group:
-    """Process group of the data-parallel ranks; None if there is one rank."""
-    return _data_axis(with_context_parallel).group
+def get_data_parallel_group(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> Group:
+    """Process group of the data-parallel ranks; None if there is one rank.
+
+    Args:
+        with_context_parallel: Include the ranks that share a sequence.
+        partial_data_parallel: Only those that share one instance of the distributed optimizer.
+    """
+    return _data_axis(with_context_parallel, partial_data_parallel).group
 
 
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
     """Number of data-parallel ranks."""
-    return _data_axis(with_context_parallel).size
+    return _data_axis(with_context_parallel, partial_data_parallel).size
 
 
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
     """Index among the data-parallel ranks."""
-    return _data_axis(with_context_parallel).rank
+    return _data_axis(with_context_parallel, partial_data_parallel).rank
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Global rank of the first data-parallel rank."""
     return _data_axis(with_context_parallel).ranks[0]
+
+
+def get_inter_distributed_optimizer_instance_group() -> Group:
+    """Process group of the ranks that own the same part in every instance of the optimizer."""
+    return _axis("dp_cp_outer").group
 
 
 # Pipeline parallelism
@@ -294,19 +322,28 @@ def get_expert_tensor_parallel_rank() -> int:
     return _axis("etp").rank
 
 
-def get_expert_data_parallel_group() -> Group:
-    """Process group of the ranks that hold copies of the same experts; None if there is one."""
-    return _axis("edp").group
+def _expert_data_axis(partial: bool) -> Axis:
+    return _axis("edp_inner" if partial else "edp")
 
 
-def get_expert_data_parallel_world_size() -> int:
+def get_expert_data_parallel_group(partial_expert_data_parallel: bool = False) -> Group:
+    """Process group of the ranks that hold copies of the same experts; None if there is one.
+
+    Args:
+        partial_expert_data_parallel: Only those that share one instance of the distributed
+            optimizer.
+    """
+    return _expert_data_axis(partial_expert_data_parallel).group
+
+
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
     """Number of ranks that hold copies of the same experts."""
-    return _axis("edp").size
+    return _expert_data_axis(partial_expert_data_parallel).size
 
 
-def get_expert_data_parallel_rank() -> int:
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
     """Index among the ranks that hold copies of the same experts."""
-    return _axis("edp").rank
+    return _expert_data_axis(partial_expert_data_parallel).rank
 
 
 def get_expert_tensor_and_model_parallel_group() -> Group:

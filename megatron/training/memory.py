@@ -68,19 +68,21 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
     of as many microbatches as there are stages in flight, so that share does not count there.
 
     Weights and optimizer: 18 bytes a parameter (BF16 weight, FP32 gradient, master and two Adam
-    moments); the distributed optimizer spreads 12 of them over the replicas. Activations of a
-    layer with sequence parallelism and a recomputed attention core: s b h (18 + 4 f / h);
-    otherwise s b h (10 + 24 / tp). Source: Korthikanti et al., "Reducing Activation Recomputation
-    in Large Transformer Models", 2022.
+    moments); the distributed optimizer spreads 12 of them over the replicas of an instance.
+    Activations of a layer with sequence parallelism and a recomputed attention core:
+    s b h (18 + 4 f / h); otherwise s b h (10 + 24 / tp). Source: Korthikanti et al., "Reducing
+    Activation Recomputation in Large Transformer Models", 2022.
     """
     tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
-    replicas = cfg.data_parallel_size if cfg.use_distributed_optimizer else 1
+    replicas = cfg.data_parallel_size * cfg.context_parallel_size
+    shares = replicas / cfg.num_distributed_optimizer_instances
+    shares = shares if cfg.use_distributed_optimizer else 1
     parameters = float(count_parameters(cfg))
     if pp > 1:
         table = cfg.padded_vocab_size * cfg.hidden_size
         copies = 2 if cfg.untie_embeddings_and_output_weights else 1
         parameters = (parameters - copies * table) / pp + table
-    weights = (6.0 + 12.0 / replicas) * parameters / tp
+    weights = (6.0 + 12.0 / shares) * parameters / tp
     tokens = cfg.seq_length * cfg.micro_batch_size / cfg.context_parallel_size
     h = cfg.hidden_size
     if cfg.sequence_parallel and cfg.recompute_granularity == "selective":

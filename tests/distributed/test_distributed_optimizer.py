@@ -137,6 +137,37 @@ def test_layouts_agree_and_overlap_changes_nothing(world, fields):
     assert distance(overlapped, ours) == 0
 
 
+INSTANCES = {**ZERO, "num_distributed_optimizer_instances": 2, "micro_batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({}, 1e-5),  # sums are added up in another order
+        ({"context_parallel_size": 2}, 1e-5),
+        # Rounded to 2^-9 once more, after the sums of the instances. Plain SGD, because Adam would
+        # magnify it where a gradient is all but zero.
+        ({"grad_reduce_in_bf16": True, "optimizer": "sgd", "sgd_momentum": 0.0}, 2.0**-8),
+    ],
+    ids=["dp4", "cp2-dp2", "bf16-wire"],
+)
+def test_instances_share_a_result(fields, error):
+    """Two instances over two ranks each."""
+    whole = run(4, **{**INSTANCES, "num_distributed_optimizer_instances": 1, **fields}, **BUCKETS)
+    ours = run(4, **{**INSTANCES, **fields}, **BUCKETS)
+    assert_close(ours, whole, error, error)
+    overlapped = run(4, **{**INSTANCES, **fields}, **BUCKETS, **OVERLAP)
+    assert overlapped[0] == ours[0]
+    assert distance(overlapped, ours) == 0
+
+
+def test_as_many_instances_as_replicas_are_plain_data_parallelism():
+    plain = run(2, clip_grad=0.0)
+    ours = run(2, clip_grad=0.0, **ZERO, num_distributed_optimizer_instances=2, **OVERLAP)
+    assert distance(ours, plain) == 0
+    assert [s[:1] for s in ours[0]] == [s[:1] for s in plain[0]]
+
+
 def test_overlapped_reduction_without_the_distributed_optimizer():
     for world in (2, 4):
         fields = {**BUCKETS, "micro_batch_size": 1}
@@ -216,6 +247,7 @@ def test_a_rank_holds_its_share_of_masters_and_moments():
         assert sum(shares) == whole
         # Padding is a few hundred elements of thirty thousand.
         assert max(shares) < 1.05 * whole / world
+    assert sum(run_ranks(optimizer_bytes, 4, **INSTANCES)) == 2 * whole
     small = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16",
              "exp_avg_sq_dtype": "bf16"}  # fmt: skip
     assert sum(run_ranks(optimizer_bytes, 2, **ZERO, **small)) == whole * 8 // 12
@@ -293,6 +325,7 @@ def test_state_passes_through_every_layout_unchanged(tmp_path):
         (2, {}),
         (4, {**ZERO, **BUCKETS, "micro_batch_size": 1}),
         (2, TP2),
+        (4, {**INSTANCES, **BUCKETS}),
         (2, {**TP2, **ZERO}),
         (1, {}),
     ]

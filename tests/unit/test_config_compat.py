@@ -74,7 +74,6 @@ def test_accepted_with_one_notice(line):
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        (("--num-distributed-optimizer-instances", "2"), ["Only 1"]),
         (("--main-grads-dtype", "bf16"), ["Only fp32"]),
         (("--use-megatron-fsdp",), ["--use-distributed-optimizer"]),
         (("--async-save",), ["blocks"]),

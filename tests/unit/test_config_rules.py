@@ -120,6 +120,11 @@ REFUSED = [
         ["Add --use-distributed-optimizer,"],
     ),
     ({"ddp_bucket_size": 0}, "--ddp-bucket-size", ["got 0", "at least one"]),
+    (
+        {"num_distributed_optimizer_instances": 0},
+        "--num-distributed-optimizer-instances",
+        ["got 0"],
+    ),
     ({"ddp_num_buckets": 0}, "--ddp-num-buckets", ["got 0"]),
     (
         {"ddp_bucket_size": 10, "ddp_num_buckets": 2},
@@ -256,6 +261,18 @@ CP2 = {"context_parallel_size": 2}
 
 # (world size, settings, first flag, words)
 REFUSED_ON_A_MESH = [
+    (
+        4,
+        {"num_distributed_optimizer_instances": 2},
+        "--num-distributed-optimizer-instances",
+        ["Add --use-distributed-optimizer"],
+    ),
+    (
+        3,
+        {"num_distributed_optimizer_instances": 2, "use_distributed_optimizer": True},
+        "--num-distributed-optimizer-instances",
+        ["2 with 3 replicas", "a divisor of 3"],
+    ),
     (3, CP2, "--tensor-model-parallel-size", ["1, 1 and 2 on 3 processes"]),
     (2, {**CP2, "seq_length": 30}, "--seq-length", ["30 and 2", "two of 4", "28 or 32"]),
     (

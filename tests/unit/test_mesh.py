@@ -140,6 +140,18 @@ def test_ranks_that_share_the_scales_of_an_expert(reduction, ranks):
     assert mesh.tp_cp_dp.ranks == tuple(range(8))
 
 
+def test_replicas_are_cut_into_instances_of_the_optimizer():
+    """Contiguous parts of the replicas, as in Megatron-LM."""
+    sizes = MeshSizes(world=16, tp=2, cp=2, pp=2, ep=2, etp=1, optimizer_instances=2)
+    mesh = ParallelState.build(sizes, 5, 16, make_group=lambda _: None)
+    assert mesh.dp_cp.ranks == (1, 3, 5, 7)
+    assert mesh.dp_cp_inner.ranks == (5, 7)
+    assert mesh.dp_cp_outer.ranks == (1, 5)
+    assert mesh.edp.ranks == (1, 3, 5, 7)
+    assert mesh.edp_inner.ranks == (5, 7)
+    assert mesh.edp_outer.ranks == (1, 5)
+
+
 def test_sizes_are_read_from_a_configuration():
     class Config:
         tensor_model_parallel_size = 2
@@ -155,7 +167,7 @@ def test_sizes_are_read_from_a_configuration():
 def test_one_process_has_no_groups():
     mesh = ParallelState.build(MeshSizes(1), 0, 1)
     axes = [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
-    assert len(axes) == 19
+    assert len(axes) == 23
     assert all(axis.group is None and axis.size == 1 for axis in axes)
     assert mesh.label() == "rank 0 tp0 pp0 dp0"
 
@@ -165,6 +177,11 @@ def test_one_process_has_no_groups():
     [
         (lambda: MeshSizes(world=6, tp=4), "world size: got 6"),
         (lambda: MeshSizes(world=8, tp=2, ep=3), "etp x ep x pp"),
+        (
+            lambda: MeshSizes(world=8, ep=4, etp=2, optimizer_instances=2),
+            "instances: got 2.*of the experts",
+        ),
+        (lambda: MeshSizes(world=12, optimizer_instances=5), "instances: got 5.*12 replicas"),
         (lambda: MeshSizes(world=8, tp=0), "--tensor-model-parallel-size: got 0"),
         (lambda: MeshSizes(world=8, order="tp-dp"), "rank order: got tp-dp"),
         (lambda: groups_of("tp-edp", W16.as_dict()), "axis: got tp-edp"),

@@ -109,7 +109,7 @@ def test_clipping_bounds_the_norm_and_reports_it_before():
 
 def test_clip_accepts_a_generator_and_ignores_small_norms():
     grads = [torch.full((4,), 3.0), torch.full((1,), 8.0)]
-    norm = global_norm((g for g in grads), MESH, torch.device("cpu"))
+    norm = global_norm((g for g in grads), MESH.world, torch.device("cpu"))
     assert norm.item() == 10.0
     clip_by_norm_((g for g in grads), 10.0, 20.0)
     assert grads[1].item() == 8.0

@@ -75,4 +75,9 @@ def test_ranks_in_a_world_of_sixteen():
     assert ps.get_expert_tensor_and_model_parallel_rank() == 2
     assert ps.get_tensor_and_expert_parallel_group() == (4, 5, 6, 7)
     assert ps.get_data_modulo_expert_parallel_group() == (2, 6)
+    assert ps.get_data_parallel_group(True, partial_data_parallel=True) == (0, 2, 4, 6)
+    assert ps.get_expert_data_parallel_group(partial_expert_data_parallel=True) == (2, 6)
+    assert ps.get_inter_distributed_optimizer_instance_group() is None
+    with pytest.raises(MeshError, match="with_context_parallel=True"):
+        ps.get_data_parallel_rank(partial_data_parallel=True)
     assert ps.get_amax_reduction_group() == tuple(range(8))

@@ -28,9 +28,7 @@ def counts(param: torch.Tensor, mesh: ParallelState, copies: Axis) -> bool:
     return copies.is_first and is_counted_here(param, shard_axis(param, mesh))
 
 
-def global_norm(
-    tensors: Iterable[torch.Tensor], world: Axis, device: torch.device
-) -> torch.Tensor:
+def global_norm(tensors: Iterable[torch.Tensor], world: Axis, device: torch.device) -> torch.Tensor:
     """Return the L2 norm over the whole model as an fp32 scalar on `device`. Collective.
 
     Args:
@@ -59,9 +57,7 @@ def clip_by_norm_(tensors: Iterable[torch.Tensor], norm: float, max_norm: float)
         torch._foreach_mul_(local, coefficient)
 
 
-def count_zeros(
-    tensors: Iterable[torch.Tensor], world: Axis, device: torch.device
-) -> torch.Tensor:
+def count_zeros(tensors: Iterable[torch.Tensor], world: Axis, device: torch.device) -> torch.Tensor:
     """Return how many elements of the whole model are exactly zero, as an int64 scalar.
 
     Args:
