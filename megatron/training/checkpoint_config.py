@@ -92,6 +92,13 @@ def saved_settings(common: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
+def stacking_of(cfg: RunConfig) -> schema.Stacking:
+    """Return which tensors of this run's model are stored together, as Megatron-Core decides it."""
+    experts = getattr(cfg, "num_experts", None)
+    differ = experts is not None and getattr(cfg, "moe_layer_freq", "1") != "1"
+    return schema.Stacking(cfg.num_layers, experts or 0, differ)
+
+
 def differences(saved: Mapping[str, Any], cfg: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the architecture fields that differ: name -> (saved, own)."""
     own = {name: getattr(cfg, name) for name in ARCHITECTURE}

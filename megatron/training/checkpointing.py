@@ -15,18 +15,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.config import RunConfig
 from megatron.core.dist_checkpointing import directory as place
 from megatron.core.dist_checkpointing import io, plain, schema
 from megatron.core.dist_checkpointing.peers import Peers
-from megatron.core.dist_checkpointing.shard import Sharded, whole
+from megatron.core.dist_checkpointing.shard import Sharded
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.shards import FlatRange
-from megatron.training import checkpoint_config, random_state
+from megatron.training import checkpoint_config, fp8_entries, random_state
 from megatron.training.progress import Progress
 
 Say = Callable[[str], None]
@@ -136,15 +136,17 @@ def save_checkpoint(
             f"in {cfg.ckpt_format} format"
         )
     bare = _bare(model)
-    tensors = schema.model_state(bare, mesh.tp, cfg.num_layers)
+    stacking = checkpoint_config.stacking_of(cfg)
+    tensors = schema.model_state(bare, mesh, stacking)
     blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
     if optimizer is not None and not cfg.no_save_optim:
         named, owned = optimizer.named_state(), optimizer.owned_ranges
-        tensors.update(schema.optimizer_state(named, bare, mesh.tp, cfg.num_layers, owned))
-    tree, fp8_tensors = _split_tree(fp8.state_dict() if fp8 else {}, _fp8_prefix(cfg, mesh))
-    tensors.update({k: whole(t) for k, t in fp8_tensors.items()})
+        tensors.update(schema.optimizer_state(named, bare, mesh, stacking, owned))
+    places = fp8_entries.Places.of(cfg, mesh)
+    tree, fp8_tensors = fp8_entries.split(fp8.state_dict() if fp8 else {}, places)
+    tensors.update(fp8_tensors)
     if mesh.pp.size > 1:  # each stage knows its own layers only
-        tree = _merge_trees(peers.gather(tree))
+        tree = fp8_entries.merge(peers.gather(tree))
     assets: dict[str, Path | bytes] = {}
     if peers.leads:
         common = _common(cfg, mesh, None if cfg.no_save_optim else optimizer, scheduler, progress)
@@ -229,50 +231,6 @@ def _common(
 
 def _rng_key(mesh: ParallelState) -> str:
     return schema.RNG_KEY.format(rank=mesh.world.rank, size=mesh.world.size)
-
-
-def _fp8_prefix(cfg: RunConfig, mesh: ParallelState) -> str:
-    """Where this rank's FP8 tensors are stored.
-
-    Replicas that agree on their maxima share one entry. With a narrower ``--fp8-amax-reduction``
-    each replica has scales of its own, and its own entry.
-    """
-    axis = {"tp": mesh.dp_cp, "tp-cp": mesh.dp}.get(cfg.fp8_amax_reduction)
-    replica = axis.rank if axis is not None else 0
-    return schema.FP8_PREFIX + (f"replica{replica}." if replica else "")
-
-
-_TENSOR = "tensor:"
-
-
-def _split_tree(tree: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Separate the tensors of a tree from its plain values.
-
-    Returns:
-        (the tree with ``"tensor:NAME"`` in place of tensors, prefix + NAME -> tensor).
-    """
-    tensors: dict[str, Tensor] = {}
-
-    def walk(node: Any, path: str) -> Any:
-        if isinstance(node, Tensor):
-            tensors[prefix + path] = node
-            return _TENSOR + path
-        if isinstance(node, Mapping):
-            return {k: walk(v, f"{path}.{k}" if path else str(k)) for k, v in node.items()}
-        return node
-
-    return walk(tree, ""), tensors
-
-
-def _merge_trees(trees: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for tree in trees:
-        for key, value in tree.items():
-            if isinstance(value, dict) and isinstance(merged.get(key), dict):
-                merged[key] = _merge_trees([merged[key], value])
-            else:
-                merged.setdefault(key, value)
-    return merged
 
 
 # ------------------------------------------------------------------------------------------- load
@@ -420,7 +378,8 @@ def _megatron_progress(common: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | None) -> None:
     cfg, mesh, reader = loading.cfg, loading.mesh, loading.reader
-    wanted = schema.model_state(model, mesh.tp, cfg.num_layers)
+    stacking = checkpoint_config.stacking_of(cfg).as_in(reader.tensors)
+    wanted = schema.model_state(model, mesh, stacking)
     _check_tensors(loading, wanted, _stored(reader, schema.is_model_key), "the model", "")
     num_bytes = loading.peers.attempt(lambda: reader.load(wanted))
     counts = f"{len(wanted)} model tensors"
@@ -429,7 +388,7 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
             optimizer.reload_model_params()
         else:
             named, owned = optimizer.loadable_state(), optimizer.owned_ranges
-            state = schema.optimizer_state(named, model, mesh.tp, cfg.num_layers, owned)
+            state = schema.optimizer_state(named, model, mesh, stacking, owned)
             stored = _stored(reader, lambda k: k.startswith(schema.OPTIMIZER_PREFIX))
             hint = "pass --no-load-optim or --finetune to load the weights alone"
             _check_tensors(loading, state, stored, "the optimizer", hint)
@@ -484,19 +443,9 @@ def _load_schedule(
 def _load_fp8(loading: _Loading, fp8: Stateful | None) -> None:
     if fp8 is None or loading.weights_only:
         return
-    tree = loading.common.get("fp8") or {}
-    own = _fp8_prefix(loading.cfg, loading.mesh)
-
-    def fill(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: fill(value) for key, value in node.items()}
-        if isinstance(node, str) and node.startswith(_TENSOR):
-            name = node.removeprefix(_TENSOR)
-            key = own + name if own + name in loading.reader.tensors else schema.FP8_PREFIX + name
-            return loading.reader.read(key)
-        return node
-
-    for sentence in fp8.load_state_dict(fill(tree)) or ():
+    places = fp8_entries.Places.of(loading.cfg, loading.mesh)
+    saved = fp8_entries.join(loading.common.get("fp8") or {}, loading.reader, places)
+    for sentence in fp8.load_state_dict(saved) or ():
         loading.note(sentence)
 
 

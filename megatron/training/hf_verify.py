@@ -21,9 +21,14 @@ from megatron.core.build import Build
 from megatron.core.dist_checkpointing import schema
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
-from megatron.core.mesh import Axis, ParallelState
+from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.training.checkpoint_config import ARCHITECTURE, read_common, saved_settings
+from megatron.training.checkpoint_config import (
+    ARCHITECTURE,
+    read_common,
+    saved_settings,
+    stacking_of,
+)
 from megatron.training.hf_convert import (
     DTYPES,
     HfSource,
@@ -117,7 +122,8 @@ def load_ours(directory: Path, dtype: str = "fp32", vocab_size: int | None = Non
     cfg = config_of({n: v for n, v in fields.items() if n in ARCHITECTURE}, "fp32")
     build = Build.root(cfg, ParallelState.single(), NativeBackend(), torch.device("cpu"))
     model = GPTModel(build).eval()
-    reader.load(schema.model_state(model, Axis.single("tp"), cfg.num_layers))
+    stacking = stacking_of(cfg).as_in(reader.tensors)
+    reader.load(schema.model_state(model, ParallelState.single(), stacking))
     _round_(model, DTYPES[dtype])
     return model
 

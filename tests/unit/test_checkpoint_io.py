@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing import directory as place
 from megatron.core.dist_checkpointing import io
 from megatron.core.dist_checkpointing.peers import Peers
-from megatron.core.dist_checkpointing.shard import Piece, Sharded, merge, stack_layer, whole
+from megatron.core.dist_checkpointing.shard import Piece, Sharded, merge, stack, whole
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import Axis
@@ -24,7 +24,7 @@ def state(value: float = 1.0):
     layers = [torch.randn(4, 3, generator=generator) * value for _ in range(3)]
     return {
         "embedding": whole(torch.randn(8, 3, generator=generator) * value, padded_dim=0),
-        "layers.w": merge("layers.w", [stack_layer(whole(t), i, 3) for i, t in enumerate(layers)]),
+        "layers.w": merge("layers.w", [stack(whole(t), i, 3) for i, t in enumerate(layers)]),
         "norm": whole(torch.full((3,), value, dtype=torch.bfloat16)),
         "step": whole(torch.tensor(value)),
     }

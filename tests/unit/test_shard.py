@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.shard import (
     Sharded,
     merge,
     overlap,
-    stack_layer,
+    stack,
     whole,
 )
 from megatron.core.errors import CheckpointError
@@ -68,7 +68,7 @@ def test_computing_with_a_description_is_refused():
 
 def test_stacked_layers_share_a_key():
     layers = [torch.full((2, 3), float(i)) for i in range(3)]
-    shards = [stack_layer(whole(t, padded_dim=0), i, 3) for i, t in enumerate(layers)]
+    shards = [stack(whole(t, padded_dim=0), i, 3) for i, t in enumerate(layers)]
     stacked = merge("layers.w", shards)
     assert tuple(stacked.size()) == (3, 2, 3)
     assert [p.offset for p in stacked.pieces] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
@@ -76,7 +76,7 @@ def test_stacked_layers_share_a_key():
 
 
 def test_layers_of_different_shapes_cannot_be_stacked():
-    shards = [stack_layer(whole(torch.zeros(n)), i, 2) for i, n in enumerate((2, 3))]
+    shards = [stack(whole(torch.zeros(n)), i, 2) for i, n in enumerate((2, 3))]
     with pytest.raises(CheckpointError, match=r"layers\.w: the layers have different shapes"):
         merge("layers.w", shards)
 

@@ -2,7 +2,11 @@
 
 * Keys are module names without the index of the layer; the layers of a stack are one tensor with a
   leading layer axis: ``decoder.layers.3.mlp.linear_fc2.weight [h, f]`` is row 3 of
-  ``decoder.layers.mlp.linear_fc2.weight [L, h, f]``.
+  ``decoder.layers.mlp.linear_fc2.weight [L, h, f]``. Where layers differ (not every one has
+  experts) nothing is stacked and the index stays.
+* The experts of a layer are one tensor with a leading expert axis: expert 5 of layer 3,
+  ``decoder.layers.3.mlp.experts.linear_fc2.weight5``, is row [3, 5] of
+  ``decoder.layers.mlp.experts.experts.linear_fc2.weight [L, E, h, f]``.
 * Tensor-parallel shards are blocks of the global tensor, so no key and no shape depends on the
   layout. A gated MLP's first weight is ``[gate; up]`` globally.
 * Optimizer state lies under ``optimizer.state.{kind}.{key}`` with the shape of the parameter.
@@ -13,13 +17,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.shard import Piece, Sharded, merge, overlap, stack_layer
-from megatron.core.mesh import Axis
-from megatron.core.shards import FlatRange, Rectangle, global_shape, local_rectangles
+from megatron.core.dist_checkpointing.shard import Piece, Sharded, merge, overlap, stack
+from megatron.core.mesh import Axis, ParallelState
+from megatron.core.shards import (
+    FlatRange,
+    Rectangle,
+    global_name,
+    global_shape,
+    local_rectangles,
+    shard_axis,
+)
 
 OPTIMIZER_PREFIX = "optimizer.state."
 COMMON_KEY = "common_state/shard_0_1"
@@ -31,6 +42,27 @@ FP8_PREFIX = "fp8_state."
 _VOCABULARY = {"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"}
 _SHOWN = 6  # names of one kind in a message
 _LAYER = re.compile(r"^(?P<stack>.*\blayers)\.(?P<index>\d+)\.(?P<rest>.+)$")
+_EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<rest>.+?)(?P<number>\d+)$")
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """Which tensors of a model are stored together.
+
+    Attributes:
+        num_layers: Layers of the whole model, the extent of the layer axis.
+        num_experts: Experts of a layer, the extent of the expert axis; 0 without any.
+        layers_differ: Whether every layer is stored by itself.
+    """
+
+    num_layers: int
+    num_experts: int = 0
+    layers_differ: bool = False
+
+    def as_in(self, keys: Iterable[str]) -> Stacking:
+        """Return the same with layers stored as they are under ``keys``."""
+        differ = any(is_model_key(key) and _LAYER.match(key) for key in keys)
+        return replace(self, layers_differ=differ)
 
 
 @dataclass(frozen=True)
@@ -39,19 +71,31 @@ class Address:
 
     Attributes:
         key: The stored key.
-        layer: Row of the stacked tensor, or None when the tensor is not stacked.
+        layer: Row of the tensor that is stacked over layers, or None when it is not.
+        expert: Row on the expert axis, or None when there is no such axis.
     """
 
     key: str
     layer: int | None = None
+    expert: int | None = None
 
 
-def address(name: str) -> Address:
-    """Return the stored key and row of a parameter called ``name``."""
+def address(name: str, layers_differ: bool = False) -> Address:
+    """Return the stored key and rows of a parameter.
+
+    Args:
+        name: Its name; an expert's ends in the number that the expert has in its layer.
+        layers_differ: Whether layers are not stacked.
+    """
+    layer = expert = None
     match = _LAYER.match(name)
-    if match is None:
-        return Address(name)
-    return Address(f"{match['stack']}.{match['rest']}", int(match["index"]))
+    if match is not None and not layers_differ:
+        name, layer = f"{match['stack']}.{match['rest']}", int(match["index"])
+    match = _EXPERT.match(name)
+    if match is not None:
+        # Megatron-Core's module of that name holds another one.
+        name, expert = f"{match['experts']}.experts.{match['rest']}", int(match["number"])
+    return Address(name, layer, expert)
 
 
 def optimizer_key(kind: str, key: str) -> str:
@@ -65,7 +109,7 @@ def padded_dim(key: str) -> int | None:
 
 
 def shard_like(
-    tensor: Tensor, param: Tensor, key: str, tp: Axis, owned: FlatRange | None = None
+    tensor: Tensor, param: Tensor, key: str, axis: Axis, owned: FlatRange | None = None
 ) -> Sharded:
     """Describe ``tensor``, laid out like the parameter ``param``, as part of the global tensor.
 
@@ -73,15 +117,15 @@ def shard_like(
         tensor: The local values: the parameter itself, its master copy or a moment.
         param: The parameter, whose attributes say how it is split.
         key: The stored key, which tells whether the first axis is a padded vocabulary.
-        tp: The tensor-parallel axis.
+        axis: The ranks that it is split among.
         owned: Which elements of the local parameter the flat ``tensor`` holds; None for all.
     """
-    places = local_rectangles(param, tp)
+    places = local_rectangles(param, axis)
     if owned is None:
         pieces = [Piece(tensor.detach()[r.local], r.offset) for r in places]
     else:
         pieces = list(_range_pieces(tensor.detach(), tuple(param.shape), owned, places))
-    return Sharded(global_shape(param, tp.size), pieces, padded_dim(key))
+    return Sharded(global_shape(param, axis.size), pieces, padded_dim(key))
 
 
 def _range_pieces(
@@ -103,45 +147,55 @@ def _range_pieces(
 
 def sharded_state(
     tensors: Iterable[tuple[str, Tensor, Tensor]],
-    tp: Axis,
-    num_layers: int,
+    mesh: ParallelState,
+    stacking: Stacking,
     owned: Mapping[str, FlatRange] | None = None,
 ) -> dict[str, Sharded]:
     """Describe a set of per-parameter tensors under their stored keys.
 
     Args:
         tensors: (module name, values, parameter that says how they are split).
-        tp: The tensor-parallel axis.
-        num_layers: Layers of the whole model, the extent of the layer axis.
+        mesh: The process mesh.
+        stacking: Which tensors are stored together.
         owned: Which elements a flat tensor holds, by module name.
 
     Returns:
-        Stored key -> blocks, the layers of a stack joined.
+        Stored key -> blocks, the layers of a stack and the experts of a layer joined.
 
     Raises:
         CheckpointError: Layers of one stack have different shapes.
     """
     parts: dict[str, list[Sharded]] = {}
     for name, tensor, param in tensors:
-        place = address(name)
-        shard = shard_like(tensor, param, place.key, tp, (owned or {}).get(name))
+        place = address(global_name(name, param), stacking.layers_differ)
+        axis = shard_axis(param, mesh)
+        shard = shard_like(tensor, param, place.key, axis, (owned or {}).get(name))
+        if place.expert is not None:
+            shard = stack(shard, place.expert, stacking.num_experts)
         if place.layer is not None:
-            shard = stack_layer(shard, place.layer, num_layers)
+            shard = stack(shard, place.layer, stacking.num_layers)
         parts.setdefault(place.key, []).append(shard)
     return {key: merge(key, shards) for key, shards in parts.items()}
 
 
-def model_state(model: nn.Module, tp: Axis, num_layers: int) -> dict[str, Sharded]:
-    """Describe the parameters of a bare model. Tied parameters appear once."""
-    named = ((name, param, param) for name, param in model.named_parameters())
-    return sharded_state(named, tp, num_layers)
+def model_state(model: nn.Module, mesh: ParallelState, stacking: Stacking) -> dict[str, Sharded]:
+    """Describe the parameters and persistent buffers of a bare model. Tied parameters occur once.
+
+    A buffer is the same on every rank that has it.
+    """
+    named = [(name, param, param) for name, param in model.named_parameters()]
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                named.append((name, buffer, buffer))
+    return sharded_state(named, mesh, stacking)
 
 
 def optimizer_state(
     named_state: Iterable[tuple[str, Mapping[str, Tensor]]],
     model: nn.Module,
-    tp: Axis,
-    num_layers: int,
+    mesh: ParallelState,
+    stacking: Stacking,
     owned: Mapping[str, FlatRange] | None = None,
 ) -> dict[str, Sharded]:
     """Describe the optimizer's tensors.
@@ -149,8 +203,8 @@ def optimizer_state(
     Args:
         named_state: (parameter name, kind -> tensor shaped like the local parameter).
         model: The bare model, for the layout of each parameter.
-        tp: The tensor-parallel axis.
-        num_layers: Layers of the whole model.
+        mesh: The process mesh.
+        stacking: Which tensors are stored together.
         owned: Which elements of a parameter its tensors hold, by name; they are flat then.
     """
     params = dict(model.named_parameters())
@@ -161,14 +215,14 @@ def optimizer_state(
     return {
         optimizer_key(kind, key): shard
         for kind, tensors_of_kind in by_kind.items()
-        for key, shard in sharded_state(tensors_of_kind, tp, num_layers, owned).items()
+        for key, shard in sharded_state(tensors_of_kind, mesh, stacking, owned).items()
     }
 
 
 # Modules for which Megatron-Core looks up Transformer Engine's state, empty or not.
 _WITH_EXTRA_STATE = re.compile(
-    r"^(?P<module>.*\.layers\.(self_attention\.linear_qkv|self_attention\.linear_proj|"
-    r"mlp\.linear_fc1|mlp\.linear_fc2))\.weight$"
+    r"^(?P<module>.*\.layers\.(\d+\.)?(self_attention\.linear_(qkv|proj)|"
+    r"mlp\.(shared_experts\.|experts\.experts\.)?linear_fc[12]))\.weight$"
 )
 
 
@@ -189,10 +243,16 @@ def extra_state_keys(model: Mapping[str, Sharded]) -> list[str]:
         modules = [match["module"]]
         if modules[0].endswith("linear_qkv"):
             modules.append(modules[0].replace("linear_qkv", "core_attention"))
-        layers = sorted({piece.offset[0] for piece in shard.pieces})
-        num_layers = shard.size()[0]
-        keys += [f"{m}._extra_state/shard_{i}_{num_layers}" for m in modules for i in layers]
+        stacked = len(shard.size()) - 2  # a weight alone is a matrix
+        rows = sorted({piece.offset[:stacked] or (0,) for piece in shard.pieces})
+        extents = tuple(shard.size())[:stacked] or (1,)
+        keys += [f"{m}._extra_state/shard_{_dotted(r)}_{_dotted(extents)}" for m in modules
+                 for r in rows]  # fmt: skip
     return keys
+
+
+def _dotted(numbers: Iterable[int]) -> str:
+    return ".".join(str(n) for n in numbers)
 
 
 def is_model_key(key: str) -> bool:

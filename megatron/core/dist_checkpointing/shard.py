@@ -160,11 +160,11 @@ def whole(tensor: Tensor, padded_dim: int | None = None) -> Sharded:
     return Sharded(tensor.shape, [Piece(tensor, (0,) * tensor.dim())], padded_dim)
 
 
-def stack_layer(shard: Sharded, layer: int, num_layers: int) -> Sharded:
-    """Put a layer's tensor into row ``layer`` of a tensor stacked over ``num_layers`` layers."""
-    pieces = [Piece(p.local.unsqueeze(0), (layer, *p.offset)) for p in shard.pieces]
+def stack(shard: Sharded, row: int, num_rows: int) -> Sharded:
+    """Put a tensor into row ``row`` of a tensor stacked over ``num_rows`` layers or experts."""
+    pieces = [Piece(p.local.unsqueeze(0), (row, *p.offset)) for p in shard.pieces]
     padded = None if shard.padded_dim is None else shard.padded_dim + 1
-    return Sharded((num_layers, *shard.size()), pieces, padded)
+    return Sharded((num_rows, *shard.size()), pieces, padded)
 
 
 def merge(key: str, shards: Sequence[Sharded]) -> Sharded:

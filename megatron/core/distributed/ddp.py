@@ -186,6 +186,15 @@ class DistributedDataParallel(nn.Module):
         """Return which elements of a parameter this rank updates: all of them if not sharded."""
         return self._buffer_of[param].owned(param)
 
+    def shard_axis(self, param: nn.Parameter) -> Axis:
+        """Return the ranks that own the ranges of a parameter between them."""
+        return self._buffer_of[param].axis
+
+    @property
+    def shard_axes(self) -> list[Axis]:
+        """Every axis that `shard_axis` returns, in the same order on all ranks."""
+        return list(dict.fromkeys(buffer.axis for buffer in self.buffers_by_axis))
+
     def copies_axis(self, param: nn.Parameter) -> Axis:
         """Return the ranks that update the same elements of a parameter as this one."""
         buffer = self._buffer_of[param]
