@@ -120,7 +120,7 @@ class Late:
 
 
 def test_modules_wait_for_their_own_parameters(monkeypatch):
-    monkeypatch.setattr(buffers, "start_all_gather", lambda out, x, axis: Late(out))
+    monkeypatch.setattr(buffers, "start_all_gather", lambda out, *_: Late(out))
     module = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
     ddp = DistributedDataParallel(
         module, axis(2), sharded=True, bucket_size=1, overlap_reduce=True, overlap_gather=True
