@@ -32,6 +32,7 @@ class Outcome:
         losses: Mean loss of every step.
         grad_norms: Norm of the global gradient of every step.
         grads: Global gradient of every parameter in the first step, by name, in model order.
+        last_grads: The same in the last step, where it was asked for.
         initial: Global initial weights, by name.
         final: Global weights after the last step, by name.
         fp8: FP8 state after the first step: `fp8[path][key]`.
@@ -41,13 +42,16 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     grads: Tensors = field(default_factory=dict)
+    last_grads: Tensors = field(default_factory=dict)
     initial: Tensors = field(default_factory=dict)
     final: Tensors = field(default_factory=dict)
     fp8: dict[str, Tensors] = field(default_factory=dict)
     final_fp8: dict[str, Tensors] = field(default_factory=dict)
 
 
-def train(cfg: RunConfig, launch: Launch, *, steps: int | None = None) -> Outcome:
+def train(
+    cfg: RunConfig, launch: Launch, *, steps: int | None = None, last_grads: bool = False
+) -> Outcome:
     """Train on synthetic data and gather what came out. Collective: every rank calls it.
 
     Gradients are those the optimizer left behind, so set `clip_grad` to 0 where they matter.
@@ -56,6 +60,7 @@ def train(cfg: RunConfig, launch: Launch, *, steps: int | None = None) -> Outcom
         cfg: A configuration with a vocabulary size.
         launch: This process's place.
         steps: Iterations; default `--train-iters`.
+        last_grads: Whether to gather the gradients of the last step too.
 
     Raises:
         MegatronError: Two ranks that hold copies of one tensor disagree about it.
@@ -63,10 +68,17 @@ def train(cfg: RunConfig, launch: Launch, *, steps: int | None = None) -> Outcom
     runtime = start(cfg, launch)
     parts = setup_model(cfg, runtime)
     source = SyntheticSource(cfg, runtime.mesh.dp.size)
-    return observe(cfg, runtime, parts, source, steps or cfg.train_iters)
+    return observe(cfg, runtime, parts, source, steps or cfg.train_iters, last_grads)
 
 
-def observe(cfg: RunConfig, runtime: Runtime, parts: Parts, source: Source, steps: int) -> Outcome:
+def observe(
+    cfg: RunConfig,
+    runtime: Runtime,
+    parts: Parts,
+    source: Source,
+    steps: int,
+    last_grads: bool = False,
+) -> Outcome:
     """Train `parts` for some steps and gather what came out. Collective; see `train`."""
     step, mesh, outcome = TrainStep(cfg, runtime, parts, source), runtime.mesh, Outcome()
     outcome.initial = global_weights(parts, mesh)
@@ -76,6 +88,8 @@ def observe(cfg: RunConfig, runtime: Runtime, parts: Parts, source: Source, step
         outcome.grad_norms.append(done.update.grad_norm)
         if iteration == 1:
             outcome.grads, outcome.fp8 = global_gradients(parts, mesh), global_fp8(parts, mesh)
+    if last_grads:
+        outcome.last_grads = global_gradients(parts, mesh)
     outcome.final, outcome.final_fp8 = global_weights(parts, mesh), global_fp8(parts, mesh)
     return outcome
 

@@ -1,0 +1,222 @@
+"""Compare a layout with one process, and say whether what differs is rounding.
+
+In single precision the two do the same additions in another order, so fixed bands hold. In BF16 or
+FP8 every operation rounds so coarsely that no fixed band fits all models. There the yardstick is
+the model's own rounding: how far one process in this precision is from one process in single
+precision. A layout may differ from one process by as much, but not by several times as much.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from megatron.training.parity.outcome import Outcome, Tensors, without_padding
+
+EXACT_LOSS = 1e-6
+EXACT_TENSOR = 1e-5
+_ROUNDED = 2.0  # two independent roundings are sqrt(2) apart, and single tensors scatter
+_ROUNDED_LOSS = {"fp8": 2.0**-7, "": 2.0**-8}
+_ROUNDED_SCALE = 2.0**-4  # one step of E4M3
+_SMALL = 1e-2  # of the largest magnitude of all tensors: what counts as large in a small one
+
+BANDS = {
+    "loss": "fp32 sums in another order; in 16 and 8 bits a rounding unit of the mean loss",
+    "grad norm": "as its gradients",
+    "start": "initial weights depend on the seed alone: bit by bit",
+    "gradients": "fp32: sums in another order; below: twice what this precision itself costs",
+    "weights": "as the gradients they were made of",
+    "scales": "weights: bit by bit; others: an amax moves with its tensor's rounding",
+    "copies": "ranks that hold the same tensor hold the same bits",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor is from the reference, and how far it may be.
+
+    Attributes:
+        name: The tensor.
+        error: Relative difference.
+        band: The accepted one.
+    """
+
+    name: str
+    error: float
+    band: float
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is accepted."""
+        return self.error <= self.band
+
+    @property
+    def excess(self) -> float:
+        """Error in units of the band."""
+        return self.error / self.band if self.band else math.inf if self.error else 0.0
+
+
+@dataclass
+class Comparison:
+    """One layout in one precision against one process.
+
+    Attributes:
+        precision: `fp32` or the model's own.
+        measures: Worst difference of each kind, by kind (see `BANDS`).
+        parameters: Difference of each parameter's gradient, in forward order.
+    """
+
+    precision: str
+    measures: dict[str, Difference] = field(default_factory=dict)
+    parameters: list[Difference] = field(default_factory=list)
+
+    @property
+    def inside(self) -> bool:
+        """Whether every difference is accepted."""
+        return all(measure.inside for measure in self.measures.values())
+
+    @property
+    def diverging(self) -> list[Difference]:
+        """Parameters whose gradients are not accepted, in forward order."""
+        return [one for one in self.parameters if not one.inside]
+
+    def add(self, kind: str, differences: Iterable[Difference]) -> None:
+        """Keep the worst of some differences."""
+        worst = max(differences, key=lambda one: one.excess, default=None)
+        if worst is not None:
+            self.measures[kind] = worst
+
+
+def compare_exactly(ours: Outcome, reference: Outcome, vocab_size: int) -> Comparison:
+    """Compare two trainings in single precision."""
+    found = Comparison("fp32")
+    _add_numbers(found, ours, reference, EXACT_LOSS, EXACT_TENSOR)
+    _add_start(found, ours, reference, vocab_size)
+    gradients = _differences(ours.grads, reference.grads, vocab_size, _largest)
+    found.parameters = [Difference(n, error, EXACT_TENSOR) for n, error in gradients.items()]
+    found.add("gradients", found.parameters)
+    weights = _differences(ours.final, reference.final, vocab_size, _largest)
+    found.add("weights", (Difference(n, error, EXACT_TENSOR) for n, error in weights.items()))
+    return found
+
+
+def compare_rounded(
+    ours: Outcome, reference: Outcome, exact: Outcome, vocab_size: int, precision: str
+) -> Comparison:
+    """Compare two trainings in a precision that rounds coarsely.
+
+    Args:
+        ours: The layout.
+        reference: One process.
+        exact: One process in single precision, with the same data.
+        vocab_size: Rows of the embedding that are no padding.
+        precision: Its name.
+    """
+    found = Comparison(precision)
+    unit = _ROUNDED_LOSS["fp8" if "fp8" in precision else ""]
+    loss = max(unit, _ROUNDED * _farthest(reference.losses, exact.losses))
+    norm = max(4 * unit, _ROUNDED * _farthest(reference.grad_norms, exact.grad_norms))
+    _add_numbers(found, ours, reference, loss, norm)
+    _add_start(found, ours, reference, vocab_size)
+    noise = _differences(reference.last_grads, exact.last_grads, vocab_size, _length)
+    gradients = _differences(ours.last_grads, reference.last_grads, vocab_size, _length)
+    usual = median(noise.values())
+    found.parameters = [
+        Difference(name, error, _ROUNDED * max(noise[name], usual))
+        for name, error in gradients.items()
+    ]
+    found.add("gradients", found.parameters)
+    found.add("scales", _scales(ours.fp8, reference.fp8))
+    return found
+
+
+def _add_numbers(
+    found: Comparison, ours: Outcome, reference: Outcome, loss: float, norm: float
+) -> None:
+    error = _farthest(ours.losses, reference.losses)
+    found.add("loss", [Difference("loss", error, loss)])
+    error = _farthest(ours.grad_norms, reference.grad_norms)
+    found.add("grad norm", [Difference("grad norm", error, norm)])
+
+
+def _add_start(found: Comparison, ours: Outcome, reference: Outcome, vocab_size: int) -> None:
+    start = _differences(ours.initial, reference.initial, vocab_size, _largest)
+    found.add("start", (Difference(name, error, 0.0) for name, error in start.items()))
+
+
+def _farthest(ours: list[float], reference: list[float]) -> float:
+    """Largest relative difference of two lists of numbers; infinite where one is not finite."""
+    errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, reference, strict=True)]
+    return max(error if math.isfinite(error) else math.inf for error in errors)
+
+
+def _largest(x: torch.Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _length(x: torch.Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def _differences(
+    ours: Tensors, reference: Tensors, vocab_size: int, size: Callable[[torch.Tensor], float]
+) -> dict[str, float]:
+    """Relative difference of every tensor, in forward order.
+
+    A gradient that is zero by cancellation consists of rounding errors. So a tensor is measured
+    against its own size or a hundredth of the largest tensor's, whichever is larger.
+    """
+    pairs = {
+        name: (
+            without_padding(ours[name], name, vocab_size).double(),
+            without_padding(reference[name], name, vocab_size).double(),
+        )
+        for name in sorted(reference, key=forward_order)
+    }
+    sizes = {name: size(expected) for name, (_, expected) in pairs.items()}
+    floor = max(_SMALL * max(sizes.values(), default=0.0), 1e-30)
+    found = {}
+    for name, (value, expected) in pairs.items():
+        error = size(value - expected) / max(sizes[name], floor)
+        found[name] = error if math.isfinite(error) else math.inf
+    return found
+
+
+_PLACES = (
+    "input_layernorm", "linear_qkv.layer_norm", "linear_qkv", "q_layernorm", "k_layernorm",
+    "core_attention", "linear_proj", "pre_mlp_layernorm", "router", "linear_fc1.layer_norm",
+    "linear_fc1", "linear_fc2", "shared_experts",
+)  # fmt: skip
+
+
+def forward_order(name: str) -> tuple[Any, ...]:
+    """Sort key that puts parameters in the order in which a forward pass meets them."""
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    if layer is not None:
+        within = name[layer.end() :]
+        inner = within.replace("shared_experts.", "").replace("experts.", "")
+        place = next((i for i, part in enumerate(_PLACES) if part in inner), len(_PLACES))
+        number = re.search(r"(\d*)$", within)
+        return 1, int(layer[1]), place, within.rstrip("0123456789"), int(number[1] or 0)  # type: ignore[index]
+    place = 0 if "embedding" in name else 3 if name.startswith("output_layer") else 2
+    return place, 0, 0, "" if "word_embeddings" in name else name, 0
+
+
+def _scales(ours: Mapping[str, Tensors], reference: Mapping[str, Tensors]) -> list[Difference]:
+    """Differences of the scales that were made of the first step."""
+    found = []
+    for path, state in reference.items():
+        for key in (k for k in state if k.startswith("scale_") and "inv" not in k):
+            expected = state[key].double()
+            error = ((ours[path][key].double() - expected).abs() / expected).tolist()
+            for column, one in enumerate(error):
+                is_weight = key.endswith("fwd") and column == 1
+                band = 0.0 if is_weight else _ROUNDED_SCALE
+                found.append(Difference(f"{path} {key}[{column}]", one, band))
+    return found
