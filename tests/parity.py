@@ -7,16 +7,15 @@ gathered and compared is in `megatron.training.parity`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from distpool import run_ranks
 
 from megatron.config import make_config
-from megatron.core.fp8 import DelayedScaling, Fp8Policy, Fp8State, linear
 from megatron.training.initialize import Launch
 from megatron.training.parity.outcome import Outcome, errors, train
+from megatron.training.parity.ranks import compile_kernels
 from megatron.training.parity.source import SyntheticSource
 
 __all__ = ["BASE", "Outcome", "SyntheticSource", "run_layout", "worst"]
@@ -55,17 +54,8 @@ def run_layout(
         One outcome per rank.
     """
     if fields.get("fp8_format"):
-        _compile_kernels()
+        compile_kernels()
     return run_ranks(_train, world_size, fields, steps, timeout=timeout, detail=False)
-
-
-@functools.cache
-def _compile_kernels() -> None:
-    """Compile in this process what every forked rank would otherwise compile for itself."""
-    for dtype in (torch.float32, torch.bfloat16):
-        state = Fp8State(Fp8Policy(recipe=DelayedScaling()), params_dtype=dtype)
-        x, weight = (torch.ones(16, 16, dtype=dtype, requires_grad=True) for _ in range(2))
-        linear(x, weight, None, state.for_linear("layer")).sum().backward()
 
 
 def _train(rank: int, world_size: int, fields: dict[str, Any], steps: int) -> Outcome:

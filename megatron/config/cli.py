@@ -201,6 +201,19 @@ def _layers(reader: _Reader) -> tuple[dict[str, Any], dict[str, str]]:
     return fields, origins
 
 
+def read_settings(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a command line and its files as they are written, unchecked.
+
+    For a program that has to know one of them, such as a parallel size, before it calls `parse`.
+
+    Args:
+        argv: Tokens without the program's name.
+    """
+    reader = _Reader(world_size=1)
+    reader.read(argv)
+    return _layers(reader)[0]
+
+
 def parse(
     argv: Sequence[str] | None = None,
     world_size: int = 1,

@@ -13,11 +13,12 @@ from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.shards import gather_full
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.initialize import Launch, start
+from megatron.training.parity.ranks import compile_kernels
 from megatron.training.progress import Progress
 from megatron.training.providers import setup_model
 from megatron.training.step import TrainStep
 from tests.distpool import run_ranks
-from tests.parity import BASE, SyntheticSource, _compile_kernels
+from tests.parity import BASE, SyntheticSource
 
 # Without linear biases: a key's bias has a gradient of zero up to rounding, which Adam magnifies.
 ADAM = {"optimizer": "adam", "lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5,
@@ -80,7 +81,7 @@ def train(rank, world, steps=3, **fields):
 
 def run(world, **fields):
     if fields.get("fp8_format"):
-        _compile_kernels()
+        compile_kernels()
     results = run_ranks(train, world, timeout=120, detail=False, **fields)
     for other in results[1:]:
         assert other[0] == results[0][0]
@@ -295,7 +296,7 @@ MOMENTS = {
 )
 def test_resuming_is_bitwise(tmp_path, extra):
     if extra.get("fp8_format"):
-        _compile_kernels()
+        compile_kernels()
     fields = {**ZERO, **BUCKETS, **OVERLAP, **extra}
     assert run_ranks(resume, 2, tmp_path, detail=False, **fields) == [(True, True)] * 2
 

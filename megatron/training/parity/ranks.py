@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -28,11 +29,22 @@ import torch._dynamo  # optimizers import it when they are built: 0.4 s for each
 import torch.distributed as dist
 
 from megatron.core.errors import MegatronError
+from megatron.core.fp8 import DelayedScaling, Fp8Policy, Fp8State, linear
 
 _fork = multiprocessing.get_context("fork")
 _COLLECTIVE_TIMEOUT_S = 30
 _GRACE_AFTER_FAILURE_S = 2.0  # a failing rank often takes others down: prefer its traceback
 _NO_RANK = -1
+
+
+@functools.cache
+def compile_kernels() -> None:
+    """Compile FP8 kernels in this process, which every forked rank would compile for itself."""
+    for dtype in (torch.float32, torch.bfloat16):
+        state = Fp8State(Fp8Policy(recipe=DelayedScaling()), params_dtype=dtype)
+        x, weight = (torch.ones(16, 16, dtype=dtype, requires_grad=True) for _ in range(2))
+        total = linear(x, weight, None, state.for_linear("layer")).sum()
+        total.backward()  # type: ignore[no-untyped-call]
 
 
 class RankError(MegatronError):

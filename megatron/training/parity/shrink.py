@@ -30,7 +30,7 @@ _KEPT_TRAINING = (
     "recompute_modules",
 )
 _PRECISION = ("bf16", "fp16", "loss_scale", "grad_reduce_in_bf16")
-_LEARNING_RATE = 0.1
+_LEARNING_RATE = 0.01  # losses move, and rounding errors do not grow into another run
 _FP16_LOSS_SCALE = 256.0
 
 # What is set, and why, where the configuration says otherwise.
@@ -95,12 +95,11 @@ class Model:
         return Model({k: v for k, v in fields.items() if v is not None}, [*self.changes, *real])
 
 
-def neutral(cfg: RunConfig, device: str) -> Model:
-    """Return a configuration's model without randomness, Adam, data and the like.
+def neutral(cfg: RunConfig) -> Model:
+    """Return a configuration's model on CPUs, without randomness, Adam, data and the like.
 
     Args:
         cfg: The user's configuration.
-        device: `cpu` or `cuda`.
     """
     kept = {
         name: value
@@ -113,7 +112,7 @@ def neutral(cfg: RunConfig, device: str) -> Model:
              "micro_batch_size")}  # fmt: skip
     if cfg.group_query_attention:
         kept["num_query_groups"] = cfg.num_query_groups
-    kept |= _SET_SILENTLY | {"device": device, "seed": cfg.seed}
+    kept |= _SET_SILENTLY | {"device": "cpu", "seed": cfg.seed}
     kept["deterministic_mode"] = cfg.deterministic_mode
     kept["vocab_size"] = cfg.vocab_size or cfg.padded_vocab_size or DEFAULT_VOCAB_SIZE
     kept.pop("padded_vocab_size", None)  # it would have to change with the vocabulary
@@ -123,7 +122,7 @@ def neutral(cfg: RunConfig, device: str) -> Model:
         if name in SPECS
     ]
     kept |= {change.name: change.after for change in changes if change.after is not None}
-    if cfg.transformer_impl == "transformer_engine" and device == "cpu":
+    if cfg.transformer_impl == "transformer_engine":
         why = "Transformer Engine needs a GPU; the native backend follows its arithmetic"
         changes.append(Change("transformer_impl", cfg.transformer_impl, "native", why))
     if cfg.fp16:

@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""Check on your own configuration that a layout does not change the mathematics.
+
+    python tools/parity.py --config my.yaml
+    python tools/parity.py --config my.yaml --layouts tp2 tp2sp pp2 pp2vpp2 tp2pp2cp1dp2
+    python tools/parity.py --layouts ep2 tp2ep2etp1 --num-layers 32 --hidden-size 4096 ...
+
+The model is made small (all its features stay), trained by one process and at each layout by as
+many processes of this machine, on the same samples, and compared: losses, gradient norms and the
+gradient of every parameter, in fp32 and in the precision of the configuration. Every flag that is
+not listed below is one of pretrain_gpt.py. docs/parity.md explains the bands.
+
+A layout is written as axes with sizes (tp pp cp dp ep etp vpp; what is not named is 1) and switches
+(sp distopt recompute, with "no" in front to switch off), as in tp2sp or pp2vpp2-distopt; behind a
+colon other settings, as in pp2:pipeline_schedule=gpipe.
+
+Leaves with 0 if everything is inside its band, 1 if something is not or a rank failed, 2 if the
+arguments cannot work.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config import ConfigError, RunConfig
+from megatron.config.cli import parse, read_settings
+from megatron.config.draft import Draft
+from megatron.config.schema import SPECS
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
+from megatron.core.errors import MegatronError, complaint
+from megatron.training.checkpointing import with_checkpoint_args
+from megatron.training.parity.check import Plan, Result, check, prepare
+from megatron.training.parity.judge import BANDS, Comparison
+from megatron.training.providers import saved_config
+
+_COLUMNS = ("loss", "grad norm", "gradients", "weights", "scales")
+_SHOWN = 6  # diverging parameters of one layout
+
+
+def make_parser() -> ToolParser:
+    """Return the command line, without the flags of a run."""
+    parser = ToolParser(description=__doc__, prog="parity.py")
+    parser.add_argument(
+        "--layouts", nargs="+", help="what to try (default: each axis, and your own combination)"
+    )
+    parser.add_argument("--steps", type=int, default=4, help="steps of each training (default: 4)")
+    parser.add_argument(
+        "--shrink",
+        nargs="+",
+        metavar="off | NAME=VALUE",
+        default=[],
+        help="off: keep every size; or a size of the small model, as in num_layers=4",
+    )
+    parser.add_argument("--json", type=Path, help="write everything that was measured to a file")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="seconds one training may take (default: 600)"
+    )
+    return parser
+
+
+# -- input --------------------------------------------------------------------------------------
+
+
+def own_world_size(fields: Mapping[str, Any]) -> int:
+    """Return the smallest number of processes on which a run's own layout fits."""
+    values = Draft(fields, 1).values
+
+    def size(name: str) -> int:
+        value = values.get(name)
+        return value if isinstance(value, int) and value > 0 else 1
+
+    tp, pp = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
+    dense = tp * size("context_parallel_size")
+    etp = size("expert_tensor_parallel_size") if fields.get("expert_tensor_parallel_size") else tp
+    ep = size("expert_model_parallel_size")
+    return pp * (math.lcm(dense, etp * ep) if ep > 1 else dense)
+
+
+def read_config(tokens: Sequence[str]) -> RunConfig:
+    """Read the user's configuration as a run would.
+
+    Raises:
+        ConfigError: It cannot work.
+        CheckpointError: It names a checkpoint that is unusable.
+    """
+    world_size = own_world_size(read_settings(tokens))
+    cfg, _ = parse(tokens, world_size, saved_config)
+    return with_checkpoint_args(cfg)
+
+
+def read_sizes(items: Sequence[str]) -> tuple[bool, dict[str, str]]:
+    """Read ``--shrink``: whether to shrink at all, and the sizes that were chosen.
+
+    Raises:
+        MegatronError: It cannot be read.
+    """
+    sizes: dict[str, str] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        name = name.removeprefix("--").replace("-", "_")
+        if item == "off":
+            continue
+        if not equals or name not in SPECS or SPECS[name].setting.derived:
+            why = "It is neither off nor a setting with a value"
+            fix = "Write something like num_layers=4 or seq_length=128"
+            raise MegatronError(complaint("--shrink", repr(item), why, fix))
+        sizes[name] = value
+    return "off" not in items, sizes
+
+
+def check_counts(steps: int, timeout: float) -> None:
+    """Refuse numbers that cannot work.
+
+    Raises:
+        MegatronError: One of them cannot.
+    """
+    if steps < 1:
+        why = "Nothing would be trained"
+        raise MegatronError(complaint("--steps", steps, why, "Use at least 1; FP8 needs 2"))
+    if not timeout > 0:
+        raise MegatronError(complaint("--timeout", timeout, "It is a duration", "Give seconds"))
+
+
+# -- output -------------------------------------------------------------------------------------
+
+
+def introduction(plan: Plan) -> str:
+    """Return what is going to be compared, and how it differs from the user's configuration."""
+    sizes = [str(change) for change in plan.model.changes if not change.why]
+    lines = ["model:  " + (", ".join(sizes) or "as configured")]
+    why: dict[str, list[str]] = {}
+    for change in plan.model.changes:
+        if change.why:
+            why.setdefault(change.why, []).append(str(change))
+    lines += [f"set:    {', '.join(items)}: {reason}" for reason, items in why.items()]
+    lines += [f"skipped {layout}: {reason}" for layout, reason in plan.skipped]
+    lines.append(
+        f"each layout: {plan.steps} steps in {' and '.join(plan.precisions)}, against one process"
+    )
+    return "\n".join(lines)
+
+
+def heading() -> str:
+    """Return the first line of the table."""
+    cells = [f"{'layout':<24}{'ranks':>5}  {'precision':<20}"]
+    return "".join([*cells, *(f"{name:>18}" for name in _COLUMNS), "  verdict"])
+
+
+def row(result: Result, comparison: Comparison) -> str:
+    """Return one line of the table: difference / band of each kind."""
+    cells = []
+    for name in _COLUMNS:
+        measure = comparison.measures.get(name)
+        text = "-" if measure is None else f"{measure.error:.1e} / {measure.band:.1e}"
+        cells.append(f"{text:>18}")
+    verdict = "same" if comparison.inside else "DIVERGES"
+    head = f"{result.layout:<24}{result.ranks:>5}  {comparison.precision:<20}"
+    return head + "".join(cells) + f"  {verdict}"
+
+
+def findings(comparison: Comparison) -> list[str]:
+    """Say what is outside of its band, and where it begins."""
+    lines = []
+    for name, measure in comparison.measures.items():
+        if measure.inside:
+            continue
+        where = f" in {measure.name}" if measure.name != name else ""
+        wanted = f"at most {measure.band:.1e}" if measure.band else "the same bits"
+        what = measure.name if name == "copies" else f"{measure.error:.2e}{where}"
+        lines.append(f"{name}: {what}, accepted is {wanted}: {BANDS[name]}")
+    outside = comparison.diverging
+    if outside:
+        lines.append(
+            f"gradients of {len(outside)} of {len(comparison.parameters)} parameters diverge;"
+            f" first in forward order: {outside[0].name}; last: {outside[-1].name}"
+        )
+        lines += [f"  {one.name} {one.error:.2e}" for one in outside[:_SHOWN]]
+        if len(outside) > _SHOWN:
+            lines.append(f"  ... and {len(outside) - _SHOWN} more")
+    return lines
+
+
+def conclusion(plan: Plan, results: Sequence[Result], bad: Sequence[str]) -> str:
+    """Return the last line."""
+    if not results[0].inside:
+        return "one process fails, so there is nothing to compare with"
+    if bad:
+        return f"{len(bad)} of {len(plan.layouts)} layouts diverge or fail: {', '.join(bad)}"
+    return f"all {len(plan.layouts)} layouts do what one process does"
+
+
+def as_json(plan: Plan, results: Sequence[Result]) -> dict[str, Any]:
+    """Return everything that was measured as plain values."""
+    return {
+        "settings": plan.model.fields,
+        "changes": [vars(change) for change in plan.model.changes],
+        "skipped": dict(plan.skipped),
+        "steps": plan.steps,
+        "precisions": list(plan.precisions),
+        "bands": BANDS,
+        "inside": all(result.inside for result in results),
+        "layouts": [
+            {
+                "layout": result.layout,
+                "ranks": result.ranks,
+                "inside": result.inside,
+                "failures": [{"precision": p, "error": text} for p, text in result.failures],
+                "comparisons": [
+                    {
+                        "precision": one.precision,
+                        "inside": one.inside,
+                        "measures": {k: vars(m) for k, m in one.measures.items()},
+                        "first_diverging": one.diverging[0].name if one.diverging else None,
+                        "parameters": [vars(parameter) for parameter in one.parameters],
+                    }
+                    for one in result.comparisons
+                ],
+            }
+            for result in results
+        ],
+    }
+
+
+def run(plan: Plan, timeout: float) -> list[Result]:
+    """Train everything, printing each result as it comes."""
+    results = []
+    print(introduction(plan), flush=True)
+    print(f"\n{heading()}", flush=True)
+    for result in check(plan, timeout):
+        results.append(result)
+        for comparison in result.comparisons:
+            print(row(result, comparison))
+            for line in findings(comparison):
+                print(f"    {line}")
+        for precision, text in result.failures:
+            print(f"{result.layout:<24}{result.ranks:>5}  {precision:<20} FAILED")
+            print("\n".join(f"    {line}" for line in text.splitlines()))
+        sys.stdout.flush()
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args, tokens = make_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    started = time.monotonic()
+    try:
+        check_counts(args.steps, args.timeout)
+        small, sizes = read_sizes(args.shrink)
+        cfg = read_config(tokens)
+        plan = prepare(cfg, args.layouts, steps=args.steps, small=small, sizes=sizes)
+    except (MegatronError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_ARGUMENTS
+    results = run(plan, args.timeout)
+    bad = [result.layout for result in results if not result.inside]
+    print(f"\n{conclusion(plan, results, bad)} ({time.monotonic() - started:.0f} s)")
+    if args.json is not None:
+        args.json.write_text(json.dumps(as_json(plan, results), indent=1, default=str) + "\n")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
