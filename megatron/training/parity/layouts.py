@@ -41,16 +41,17 @@ _WORD = re.compile(
     rf"(?P<axis>{'|'.join(sorted(_AXES, key=len, reverse=True))})(?P<size>\d+)"
     rf"|(?P<switch>{'|'.join(sorted(_SWITCHES, key=len, reverse=True))})"
 )
-# Settings that place one model on the mesh. A layout starts without them; `account_for_*` and the
+# Settings that fit one layout only. Another one starts without them; `account_for_*` and the
 # schedule stay, because they fit any number of stages.
-PLACEMENT = (
-    *(name for name in _AXES.values() if name),
+BY_HAND = (
     "num_layers_per_virtual_pipeline_stage",
     "microbatch_group_size_per_virtual_pipeline_stage",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "pipeline_model_parallel_layout",
+    "num_distributed_optimizer_instances",
 )
+PLACEMENT = (*(name for name in _AXES.values() if name), *BY_HAND)
 # What only shares work out, or only saves memory: one process needs none of it.
 _WITHOUT = (
     *PLACEMENT,

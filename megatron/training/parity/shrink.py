@@ -15,7 +15,7 @@ from typing import Any
 from megatron.config import RunConfig, make_config
 from megatron.config.draft import DEFAULT_VOCAB_SIZE
 from megatron.config.schema import SPECS
-from megatron.training.parity.layouts import PIPELINE_ONLY, Layout
+from megatron.training.parity.layouts import BY_HAND, PIPELINE_ONLY, Layout
 
 _WIDTH = 16  # FP8 wants every matrix side of a rank as a multiple of this
 _SEQUENCE = 32
@@ -125,6 +125,8 @@ def neutral(cfg: RunConfig) -> Model:
     if cfg.transformer_impl == "transformer_engine":
         why = "Transformer Engine needs a GPU; the native backend follows its arithmetic"
         changes.append(Change("transformer_impl", cfg.transformer_impl, "native", why))
+    why = "it fits one layout only; a layout's text may name it behind a colon"
+    changes += [Change(name, cfg.given[name], None, why) for name in BY_HAND if name in cfg.given]
     if cfg.fp16:
         why = "a loss scale that is searched for skips steps"
         changes.append(Change("loss_scale", cfg.loss_scale or "dynamic", _FP16_LOSS_SCALE, why))
