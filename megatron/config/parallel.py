@@ -19,8 +19,9 @@ class ParallelConfig:
     )
     pipeline_schedule: str = field(
         "1f1b",
-        choices=("1f1b", "gpipe"),
-        help="Order of forward and backward passes; gpipe keeps every microbatch's activations.",
+        choices=("1f1b", "gpipe", "zb-h1"),
+        help="Order of forward and backward passes; gpipe keeps every microbatch's activations,"
+        " zb-h1 computes weight gradients while it would wait.",
     )
     num_layers_per_virtual_pipeline_stage: int | None = field(
         None,

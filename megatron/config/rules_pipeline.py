@@ -65,6 +65,18 @@ def pipeline_settings_have_a_pipeline(c: Draft) -> Iterator[Problem]:
 
 
 @rule
+def weight_passes_have_a_backend(c: Draft) -> Iterator[Problem]:
+    """--pipeline-schedule zb-h1 needs the native linear layers."""
+    if c.pipeline_schedule == "zb-h1" and c.transformer_impl == "transformer_engine":
+        yield Problem(
+            ("--pipeline-schedule", "--transformer-impl"),
+            "zb-h1 and transformer_engine",
+            "Its linear layers compute the gradients of input and weight at once",
+            "Use --transformer-impl native, or --pipeline-schedule 1f1b",
+        )
+
+
+@rule
 def layers_fill_the_stages(c: Draft) -> Iterator[Problem]:
     """Layers spread over the stages as asked: evenly, or by an uneven split or a layout."""
     pp = c.pipeline_model_parallel_size

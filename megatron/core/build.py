@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import Fp8State
+from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import ParallelState
 from megatron.core.tensor_parallel.random import RngStreams
 
@@ -39,6 +40,7 @@ class Build:
         rng: Random streams for dropout.
         device: Where parameters live.
         path: Dotted name of the module under construction, from the model's root.
+        weight_grads: Where linear layers may put off their weight gradients; None for never.
     """
 
     config: RunConfig
@@ -48,6 +50,7 @@ class Build:
     rng: RngStreams
     device: torch.device
     path: str = ""
+    weight_grads: WeightGradQueue | None = None
 
     @classmethod
     def root(

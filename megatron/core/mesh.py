@@ -258,8 +258,9 @@ class ParallelState:
     process's part, `dp_cp_outer` the processes that hold the same in every part; so is `edp`.
 
     The `pipe_*` axes carry tensors between pipeline stages. Each has a process group of its own,
-    because transfers of one group wait for each other: two for either direction, and two between
-    the last rank and the first one, which are in use when stages are interleaved.
+    because transfers of one group wait for each other: in either direction one for the edges from
+    even ranks, one for those from odd ranks, and one between the last rank and the first one, which
+    is in use when stages are interleaved.
     """
 
     tp: Axis
@@ -283,6 +284,8 @@ class ParallelState:
     embedding: Axis
     pipe_forward: Axis
     pipe_backward: Axis
+    pipe_forward_odd: Axis
+    pipe_backward_odd: Axis
     pipe_forward_wrap: Axis
     pipe_backward_wrap: Axis
     rank: int = 0
@@ -364,6 +367,9 @@ class ParallelState:
         lines = groups_of("pp", extents, order)
         axes["pipe_forward"] = make_axis("pipe-forward", lines, own=True)
         axes["pipe_backward"] = make_axis("pipe-backward", lines, own=True)
+        odd = lines if sizes.pp > 2 else []  # two ranks have one edge
+        axes["pipe_forward_odd"] = make_axis("pipe-forward-odd", odd, own=True)
+        axes["pipe_backward_odd"] = make_axis("pipe-backward-odd", odd, own=True)
         wrapped = ends if getattr(config, "virtual_pipeline_model_parallel_size", 1) > 1 else []
         axes["pipe_forward_wrap"] = make_axis("pipe-forward-wrap", wrapped, own=True)
         axes["pipe_backward_wrap"] = make_axis("pipe-backward-wrap", wrapped, own=True)

@@ -16,7 +16,9 @@ from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.dist_checkpointing import directory
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.distributed.ddp import DistributedDataParallel
+from megatron.core.errors import BackendUnavailable, complaint
 from megatron.core.fp8 import Fp8State
+from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MixedPrecisionOptimizer, build_optimizer, build_scheduler
@@ -40,6 +42,7 @@ class Parts:
         scheduler: Learning rate and weight decay.
         fp8: FP8 state of the model's linear layers.
         rng: Random streams of dropout.
+        weight_grads: Where linear layers put off their weight gradients, if the schedule wants it.
     """
 
     model: GPTModel
@@ -48,6 +51,7 @@ class Parts:
     scheduler: ParamScheduler
     fp8: Fp8State
     rng: RngStreams
+    weight_grads: WeightGradQueue | None = None
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,15 @@ def with_tokenizer(runtime: Runtime) -> tuple[Runtime, Tokenizer]:
     return runtime, tokenizer
 
 
-def build_gpt(cfg: RunConfig, runtime: Runtime) -> tuple[GPTModel, Fp8State, RngStreams]:
+def build_gpt(
+    cfg: RunConfig, runtime: Runtime, weight_grads: WeightGradQueue | None = None
+) -> tuple[GPTModel, Fp8State, RngStreams]:
     """Build the model alone, e.g. for a tool that only runs it.
 
     Args:
         cfg: The configuration; `padded_vocab_size` must be known (see `with_tokenizer`).
         runtime: Mesh, backend and device.
+        weight_grads: Where linear layers may put off their weight gradients.
     """
     fp8 = Fp8State.from_config(cfg, runtime.device)
     rng = RngStreams(cfg.seed, runtime.mesh, runtime.device)
@@ -110,14 +117,20 @@ def build_gpt(cfg: RunConfig, runtime: Runtime) -> tuple[GPTModel, Fp8State, Rng
         fp8=fp8,
         rng=rng,
         device=runtime.device,
+        weight_grads=weight_grads,
     )
     stages = local_stages(cfg, runtime.mesh.pp)
     return GPTModel(build, stages=stages), fp8, rng
 
 
 def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
-    """Build the model, its gradient buffers, the optimizer and the scheduler."""
-    model, fp8, rng = build_gpt(cfg, runtime)
+    """Build the model, its gradient buffers, the optimizer and the scheduler.
+
+    Raises:
+        BackendUnavailable: The backend's linear layers cannot do what the pipeline schedule needs.
+    """
+    weight_grads = _weight_grad_queue(cfg, runtime)
+    model, fp8, rng = build_gpt(cfg, runtime, weight_grads)
     mesh = runtime.mesh
     ddp = DistributedDataParallel(
         model,
@@ -131,10 +144,28 @@ def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
         num_buckets=cfg.ddp_num_buckets,
         overlap_reduce=cfg.overlap_grad_reduce,
         overlap_gather=cfg.overlap_param_gather,
+        weight_grads=weight_grads,
     )
     shards = ddp if cfg.use_distributed_optimizer else None
     optimizer = build_optimizer(cfg, model, mesh, shards)
-    return Parts(model, ddp, optimizer, build_scheduler(cfg, optimizer), fp8, rng)
+    scheduler = build_scheduler(cfg, optimizer)
+    return Parts(model, ddp, optimizer, scheduler, fp8, rng, weight_grads)
+
+
+def _weight_grad_queue(cfg: RunConfig, runtime: Runtime) -> WeightGradQueue | None:
+    """Return what weight passes need; None for a schedule without them."""
+    if cfg.pipeline_schedule != "zb-h1":
+        return None
+    if runtime.backend.name != "native":
+        raise BackendUnavailable(
+            complaint(
+                "--pipeline-schedule",
+                f"zb-h1 with {runtime.backend.name}",
+                "Its linear layers compute both gradients at once",
+                "Use --transformer-impl native, or --pipeline-schedule 1f1b",
+            )
+        )
+    return WeightGradQueue()
 
 
 def count_parameters(model: torch.nn.Module, mesh: ParallelState) -> int:

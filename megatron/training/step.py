@@ -144,7 +144,11 @@ class TrainStep:
         # FP16 overflows on purpose while the loss scale is found, so it always skips.
         self._skip_non_finite = bool(cfg.check_for_nan_in_loss_and_grad or cfg.fp16)
         self._runner = Runner(
-            self, self._root_gradient, pipes_of(cfg, runtime), self._before_backward
+            self,
+            self._root_gradient,
+            pipes_of(cfg, runtime),
+            self._before_backward,
+            parts.weight_grads,
         )
         self._actions = checked_schedule(cfg)[self._mesh.pp.rank]
         self._last_backward = [a for a in self._actions if a.op is Op.B][-1]

@@ -31,6 +31,7 @@ RECOMPUTE = {
     "recompute_num_layers": 1,
 }
 FOUR = {"num_layers": 4}
+ZB = {"pipeline_schedule": "zb-h1"}
 
 
 @functools.cache
@@ -145,10 +146,39 @@ def test_schedules_agree_bitwise():
     """Any order of the passes draws the same dropout and adds the same gradients in one order."""
     fields = FOUR | PP2 | {"bf16": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
     one = run_layout(fields, 2, 3)[0]
-    for other in ({"pipeline_schedule": "gpipe"}, VPP2):
+    for other in ({"pipeline_schedule": "gpipe"}, ZB, VPP2):
         assert run_layout(fields | other, 2, 3)[0].losses == one.losses
     alone_losses = run_layout(FOUR | {k: v for k, v in fields.items() if k not in PP2}, 1, 3)
     assert alone_losses[0].losses == pytest.approx(one.losses, rel=1e-6)
+
+
+ZB_CASES = {
+    "tied": ({}, 2),
+    "untied-one-sample": (UNTIED | ROPE | ONE, 2),
+    "pp4": (FOUR | PP4 | ONE, 4),
+    "tp2-sp": (TP2 | SP, 4),
+    "tp2-sp-fp8": (TP2 | SP | DELAYED, 4),
+    "fp8-wgrad-in-bf16": (DELAYED | {"bf16": True, "fp8_wgrad": False}, 2),
+    "tensorwise": ({"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}, 2),
+    "recompute": (RECOMPUTE | DELAYED | {"hidden_dropout": 0.1}, 2),
+    "overlap": (ONE | {"overlap_grad_reduce": True, "ddp_num_buckets": 3}, 4),
+    "fewer-microbatches-than-ranks": (FOUR | PP4 | {"micro_batch_size": 4}, 4),
+}
+
+
+@pytest.mark.parametrize("name", ZB_CASES)
+def test_weight_passes_give_the_gradients_of_one_pass(name):
+    """Bitwise: the same products are added in the same order, only later."""
+    fields, ranks = ZB_CASES[name]
+    fields = PP2 | fields
+    expected = run_layout(fields, ranks, 2)[0]
+    outcome = run_layout(fields | ZB, ranks, 2)[0]
+    assert outcome.losses == expected.losses
+    assert worst(outcome.grads, expected.grads)[0] == 0
+    assert worst(outcome.final, expected.final)[0] == 0
+    for path, entries in expected.final_fp8.items():
+        for key, value in entries.items():
+            assert torch.equal(outcome.final_fp8[path][key], value), (path, key)
 
 
 SHARDED = {"use_distributed_optimizer": True, "ddp_num_buckets": 3}
@@ -156,7 +186,7 @@ OVERLAPPED = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": Tru
 
 
 @pytest.mark.parametrize("sharded", [SHARDED, OVERLAPPED], ids=["sharded", "overlapped"])
-@pytest.mark.parametrize("layout", [PP2, PP2 | VPP2], ids=["pp2", "pp2-vpp2"])
+@pytest.mark.parametrize("layout", [PP2, PP2 | VPP2, PP2 | ZB], ids=["pp2", "pp2-vpp2", "zb"])
 def test_distributed_optimizer_with_tied_embeddings(layout, sharded):
     """Each replica of both stages owns the same range of the tied table."""
     # No biases: a key bias has a gradient of zero up to rounding, which Adam makes a full step of.

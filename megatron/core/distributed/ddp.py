@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.buffers import Bucket, GradBuffer
+from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import Axis
 from megatron.core.shards import FlatRange, is_expert
 
@@ -50,6 +51,8 @@ class DistributedDataParallel(nn.Module):
         overlap_reduce: Reduce buckets during the last backward pass.
         overlap_gather: Gather parameters during the next forward pass; each module waits for its
             own.
+        weight_grads: Where the module's linear layers put off their weight gradients: a gradient is
+            complete when nothing of it is put off.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class DistributedDataParallel(nn.Module):
         num_buckets: int | None = None,
         overlap_reduce: bool = False,
         overlap_gather: bool = False,
+        weight_grads: WeightGradQueue | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -87,10 +91,15 @@ class DistributedDataParallel(nn.Module):
             key=lambda bucket: -min(place[p] for p in bucket.params),
         )
         self._buffer_of = {p: buffer for buffer in self.buffers_by_axis for p in buffer.params}
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
+        self._bucket_of: dict[torch.Tensor, Bucket] = {
+            p: bucket for bucket in self._buckets for p in bucket.params
+        }
         self._is_last_backward = False
         self._next_bucket = 0
         self._accumulators: list[Any] = []
+        self._weight_grads = weight_grads
+        if weight_grads is not None and overlap_reduce:
+            weight_grads.when_complete = self._arrived
         for param in trained:
             hooked: Any = param
             hooked.register_post_accumulate_grad_hook(_into_main_grad)
@@ -123,7 +132,10 @@ class DistributedDataParallel(nn.Module):
             bucket.expect_gradients()
 
     def expect_last_backward(self) -> None:
-        """Say that the next backward pass completes the gradients of this step."""
+        """Say that the next backward pass completes the gradients of this step.
+
+        With weight gradients that are put off, the weight passes after it do.
+        """
         self._is_last_backward = self._overlap_reduce
 
     def finish_grad_sync(self) -> None:
@@ -154,10 +166,14 @@ class DistributedDataParallel(nn.Module):
         stay silent; the node that would accumulate it runs all the same, once for each backward.
         """
         node = torch.autograd.graph.get_gradient_edge(param).node
-        node.register_hook(lambda *_: self._arrived(param))
+        node.register_hook(lambda *_: self._passed(param))
         self._accumulators.append(node)  # or it would be made anew without the hook
 
-    def _arrived(self, param: nn.Parameter) -> None:
+    def _passed(self, param: nn.Parameter) -> None:
+        if self._weight_grads is None or not self._weight_grads.owes(param):
+            self._arrived(param)
+
+    def _arrived(self, param: torch.Tensor) -> None:
         if not self._is_last_backward or not self._bucket_of[param].arrive():
             return
         ready = self._next_bucket

@@ -10,6 +10,7 @@ Weight gradients accumulate into `weight.main_grad` where a parameter has that a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.fp8.gemm import Operand, gemm_nt, gemm_nt_accumulate
 from megatron.core.fp8.precision import LinearPrecision
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_gather, reduce_scatter
 
@@ -34,6 +36,7 @@ def linear(
     gather: Axis | None = None,
     is_first_microbatch: bool | None = None,
     after_backward: Callable[[], None] | None = None,
+    later: WeightGradQueue | None = None,
 ) -> torch.Tensor:
     """`x @ weight.T + bias` in the layer's precision.
 
@@ -48,6 +51,8 @@ def linear(
             reduce-scattered.
         is_first_microbatch: Hint on weight caching; see `LinearPrecision.quantize_weight`.
         after_backward: Called when the FP8 backward of this call has finished.
+        later: Takes the product of the weight's gradient while it is collecting, if there is a
+            `main_grad`.
 
     Returns:
         `[..., out]` in the type of `weight`.
@@ -55,13 +60,15 @@ def linear(
     if gather is not None and gather.size == 1:
         gather = None
     if precision.active:
-        return _fp8_linear(x, weight, bias, precision, gather, is_first_microbatch, after_backward)
+        return _fp8_linear(
+            x, weight, bias, precision, gather, is_first_microbatch, after_backward, later
+        )
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
     native = gemm_dtype(weight.dtype, weight.device) == weight.dtype
     if gather is None and native and not _accumulates(weight) and not _accumulates(bias):
         return F.linear(x, weight, bias)
-    return _plain_linear(x, weight, bias, gather)
+    return _plain_linear(x, weight, bias, gather, later)
 
 
 def _accumulates(parameter: torch.Tensor | None) -> bool:
@@ -102,6 +109,16 @@ def _weight_grad(
     return gemm_nt(dy_col, x_col, out_dtype=weight.dtype, emulation=emulation)
 
 
+def _now_or_later(
+    job: Callable[[], torch.Tensor | None], weight: torch.Tensor, later: WeightGradQueue | None
+) -> torch.Tensor | None:
+    """Compute a weight's gradient, or leave that to the queue."""
+    if later is None or not later.is_collecting or not _accumulates(weight):
+        return job()
+    later.put(weight, job)
+    return None
+
+
 def _input_grad(dx: torch.Tensor, ctx: Any) -> torch.Tensor:
     """Back to the shape, shard and type of the input."""
     if ctx.gather is not None:
@@ -121,6 +138,7 @@ class _PlainLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         gather: Axis | None,
+        later: WeightGradQueue | None,
     ) -> torch.Tensor:
         local = _flat(x)
         whole = _flat(all_gather(x, gather)) if gather is not None else local
@@ -128,6 +146,7 @@ class _PlainLinear(torch.autograd.Function):
         ctx.save_for_backward(local if weight.requires_grad else None, weight)
         _keep_parameters(ctx, weight, bias)
         ctx.gather, ctx.x_shape, ctx.x_dtype = gather, x.shape, x.dtype
+        ctx.later = later
         y = gemm_nt(whole, weight, out_dtype=weight.dtype, bias=bias)
         return y.view(_output_shape(x, weight.shape[0], gather))
 
@@ -140,12 +159,23 @@ class _PlainLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _input_grad(gemm_nt(dy, weight.t(), out_dtype=dy.dtype), ctx)
         if ctx.needs_input_grad[1]:
-            if ctx.gather is not None:
-                x = _flat(all_gather(x.view(ctx.x_shape), ctx.gather))
-            dw = _weight_grad(dy.t(), x.t(), weight, "fast")
+            job = partial(_plain_weight_grad, dy, x, ctx.x_shape, weight, ctx.gather)
+            dw = _now_or_later(job, weight, ctx.later)
         if ctx.needs_input_grad[2]:
             db = _bias_grad(dy, bias)
-        return dx, dw, db, None
+        return dx, dw, db, None, None
+
+
+def _plain_weight_grad(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    x_shape: torch.Size,
+    weight: torch.Tensor,
+    gather: Axis | None,
+) -> torch.Tensor | None:
+    if gather is not None:
+        x = _flat(all_gather(x.view(x_shape), gather))
+    return _weight_grad(dy.t(), x.t(), weight, "fast")
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -161,6 +191,7 @@ class _Fp8Linear(torch.autograd.Function):
         gather: Axis | None,
         hint: bool | None,
         after_backward: Callable[[], None] | None,
+        later: WeightGradQueue | None,
     ) -> torch.Tensor:
         local = _flat(x)
         quantized = precision.quantizer(Role.INPUT).rowwise(local, axis=gather)
@@ -176,7 +207,7 @@ class _Fp8Linear(torch.autograd.Function):
             fast_accum=True,
         )
         ctx.precision, ctx.gather, ctx.emulation = precision, gather, emulation
-        ctx.after_backward = after_backward
+        ctx.after_backward, ctx.later = after_backward, later
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.wgrad_in_fp8 = precision.decision.wgrad
         saved_x: Operand | None = None
@@ -201,18 +232,32 @@ class _Fp8Linear(torch.autograd.Function):
             dx = gemm_nt(dy_row, weight_col, out_dtype=weight.dtype, emulation=ctx.emulation)
             dx = _input_grad(dx, ctx)
         if ctx.needs_input_grad[1]:
-            if ctx.wgrad_in_fp8:
-                whole = x if ctx.gather is None else gather_rows(x, ctx.gather)
-                x_col = precision.quantizer(Role.INPUT).transposed(whole)
-                dw = _weight_grad(quantizer.transposed(dy_row), x_col, weight, ctx.emulation)
-            else:
-                whole = x if ctx.gather is None else _flat(all_gather(x, ctx.gather))
-                dw = _weight_grad(dy.to(weight.dtype).t(), whole.t(), weight, ctx.emulation)
+            kept = dy_row if ctx.wgrad_in_fp8 else dy
+            job = partial(_fp8_weight_grad, kept, x, weight, precision, ctx.gather)
+            dw = _now_or_later(job, weight, ctx.later)
         if bias is not None and ctx.needs_input_grad[2]:
             db = _bias_grad(dy, bias)
         if ctx.after_backward is not None:
             ctx.after_backward()
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
+
+
+def _fp8_weight_grad(
+    dy: Any,
+    x: Any,
+    weight: torch.Tensor,
+    precision: LinearPrecision,
+    gather: Axis | None,
+) -> torch.Tensor | None:
+    """Of quantized operands, or of plain ones where the weight's gradient is not in FP8."""
+    emulation = precision.state.emulation
+    if isinstance(dy, QuantizedTensor):
+        whole = x if gather is None else gather_rows(x, gather)
+        x_col = precision.quantizer(Role.INPUT).transposed(whole)
+        dy_col = precision.quantizer(Role.GRAD_OUTPUT).transposed(dy)
+        return _weight_grad(dy_col, x_col, weight, emulation)
+    whole = x if gather is None else _flat(all_gather(x, gather))
+    return _weight_grad(dy.to(weight.dtype).t(), whole.t(), weight, emulation)
 
 
 def _keep_parameters(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

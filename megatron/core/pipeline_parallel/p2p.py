@@ -38,6 +38,8 @@ class Pipes:
         self._channels: dict[str, Axis] = {
             "forward": mesh.pipe_forward,
             "backward": mesh.pipe_backward,
+            "forward_odd": mesh.pipe_forward_odd,
+            "backward_odd": mesh.pipe_backward_odd,
             "forward_wrap": mesh.pipe_forward_wrap,
             "backward_wrap": mesh.pipe_backward_wrap,
         }

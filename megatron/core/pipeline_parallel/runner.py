@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
+from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.pipeline_parallel.schedule import Action, Op
 
 Key = tuple[int, "int | None"]
@@ -51,6 +53,7 @@ class Runner:
             scalar that `forward` returned (the loss scale), None for 1.
         transport: Needed by schedules with transfers.
         before_backward: Called with the action before each backward pass.
+        weight_grads: Needed by schedules with weight passes: takes what a backward pass puts off.
     """
 
     def __init__(
@@ -59,12 +62,15 @@ class Runner:
         root_gradient: Callable[[], torch.Tensor | None] = lambda: None,
         transport: Transport | None = None,
         before_backward: Callable[[Action], None] = lambda _: None,
+        weight_grads: WeightGradQueue | None = None,
     ) -> None:
         self.work = work
         self._before_backward = before_backward
         self.current: Action | None = None
         self._root_gradient = root_gradient
         self._transport = transport
+        self._weight_grads = weight_grads
+        self._split: set[Key] = set()  # passes whose weight gradients are actions of their own
         # By stage and microbatch: where backward starts, what came in, what is to be sent.
         self._roots: dict[Key, Any] = {}
         self._inputs: dict[Key, torch.Tensor] = {}
@@ -73,6 +79,7 @@ class Runner:
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
+            Op.W: self._weights,
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
             Op.RECV_F: self._receive,
@@ -84,6 +91,7 @@ class Runner:
     def run(self, actions: Sequence[Action]) -> None:
         """Execute `actions`; `current` names the one in progress, for messages about failures."""
         self._forget()
+        self._split = {(a.stage, a.microbatch) for a in actions if a.op is Op.W}
         for action in actions:
             self.current = action
             if action.op is Op.GRAD_SYNC:
@@ -100,6 +108,8 @@ class Runner:
     def _forget(self) -> None:
         for kept in (self._roots, self._inputs, self._outgoing, self._arriving):
             kept.clear()
+        if self._weight_grads is not None:
+            self._weight_grads.clear()
 
     def _forward(self, action: Action) -> None:
         if action.microbatch is None:
@@ -122,10 +132,17 @@ class Runner:
         self._outgoing.pop((Op.SEND_F, key), None)
         root = self._roots.pop(key)
         self._before_backward(action)
-        torch.autograd.backward(root, gradient)
+        with self._putting_off(key):
+            torch.autograd.backward(root, gradient)
         received = self._inputs.pop(key, None)
         if received is not None and received.grad is not None:
             self._outgoing[Op.SEND_B, key] = received.grad
+
+    def _putting_off(self, key: Key) -> AbstractContextManager[None]:
+        return self._queue.collect(key) if key in self._split else nullcontext()
+
+    def _weights(self, action: Action) -> None:
+        self._queue.run((action.stage, action.microbatch))
 
     def _send(self, action: Action) -> None:
         self._pipes.send(action, self._outgoing.pop((action.op, (action.stage, action.microbatch))))
@@ -133,6 +150,12 @@ class Runner:
     def _receive(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
         self._arriving[action.op, key] = self._pipes.receive(action)
+
+    @property
+    def _queue(self) -> WeightGradQueue:
+        if self._weight_grads is None:
+            raise TypeError("Runner: a schedule with weight passes needs weight_grads.")
+        return self._weight_grads
 
     @property
     def _pipes(self) -> Transport:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,10 +15,16 @@ from megatron.core.errors import MegatronError, complaint
 
 
 class Op(enum.Enum):
-    """What one action does."""
+    """What one action does.
+
+    A backward pass is one action, `B`, or two: then `B` computes the gradients of the activations,
+    which the stage before waits for, and `W` those of the linear layers' weights, for which nobody
+    waits.
+    """
 
     F = "F"
     B = "B"
+    W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -56,7 +63,7 @@ class Action:
                 complaint(
                     f"action {self.op.value}",
                     f"microbatch {self.microbatch}",
-                    "F, B, SEND_* and RECV_* name a microbatch and *_SYNC do not",
+                    "F, B, W, SEND_* and RECV_* name a microbatch and *_SYNC do not",
                     "Add or remove the microbatch",
                 )
             )
@@ -87,7 +94,7 @@ class Action:
 
 Schedule = list[list[Action]]
 
-KINDS = ("1f1b", "gpipe")
+KINDS = ("1f1b", "gpipe", "zb-h1")
 
 
 def generate(
@@ -107,7 +114,8 @@ def generate(
         num_microbatches: Microbatches of the step.
         pipeline_size: Ranks of the pipeline.
         virtual_size: Stages of each rank; more than one interleaves them.
-        kind: `1f1b` runs a backward pass as soon as it can, `gpipe` after every forward pass.
+        kind: `1f1b` runs a backward pass as soon as it can, `gpipe` after every forward pass;
+            `zb-h1` is 1f1b with weight gradients computed later, when a rank would wait.
         group_size: Microbatches that a rank runs through one of its stages before it turns to the
             next one; default `pipeline_size`.
         training: Whether backward passes and the synchronisations at the end are wanted.
@@ -117,6 +125,7 @@ def generate(
 
     Source: GPipe: Huang et al., 2019. 1F1B: Narayanan et al., "PipeDream", 2019. Interleaving:
         Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021.
+        ZB-H1: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.
     """
     group = group_size or pipeline_size
     _check(num_microbatches, pipeline_size, virtual_size, kind, group)
@@ -131,12 +140,14 @@ def generate(
             Action((virtual_size - 1 - c) * pipeline_size + rank, Op.B, m) for c, m in order
         ]
         warmup = len(forward)
-        if kind == "1f1b":
+        if kind != "gpipe":
             warmup = min(warmup, _warmup(rank, pipeline_size, virtual_size, group))
         actions = forward[:warmup]
         for one_forward, one_backward in zip(forward[warmup:], backward, strict=False):
             actions += [one_forward, one_backward]
         actions += backward[len(forward) - warmup :]
+        if kind == "zb-h1":
+            actions = _with_weight_passes(actions, rank)
         schedule.append([*actions, Action(rank, Op.GRAD_SYNC), Action(rank, Op.AMAX_SYNC)])
     return schedule
 
@@ -207,30 +218,66 @@ def _warmup(rank: int, pipeline: int, virtual: int, group: int) -> int:
     return 2 * (pipeline - rank - 1) + (virtual - 1) * group
 
 
-def lower(schedule: Schedule) -> Schedule:
+def _with_weight_passes(actions: list[Action], rank: int) -> list[Action]:
+    """Add the weight passes of ZB-H1, as many backward passes late as the rank's number.
+
+    The later a rank is in the pipeline, the longer it has nothing to do at the end, and the fewer
+    microbatches 1F1B keeps on it: it puts off as many weight passes as make both equal to those of
+    the first rank.
+    """
+    out: list[Action] = []
+    waiting: deque[Action] = deque()
+    for action in actions:
+        out.append(action)
+        if action.op is Op.B:
+            waiting.append(Action(action.stage, Op.W, action.microbatch))
+            if len(waiting) > rank:
+                out.append(waiting.popleft())
+    return [*out, *waiting]
+
+
+def lower(schedule: Schedule, *, prefetch: bool = True) -> Schedule:
     """Add the transfers between stages to what `generate` returned.
 
-    A result is sent right after it is computed and received right before it is needed. Sends do not
-    block, so that is as early as it can be without a second buffer.
+    A result is sent right after it is computed. Sends do not block.
+
+    Args:
+        schedule: What `generate` returned.
+        prefetch: Start to receive before the computation that precedes the one that needs the
+            tensor, so that it travels meanwhile; otherwise right before it is needed.
     """
     size = len(schedule)
     last = max((a.stage for actions in schedule for a in actions), default=0)
     lowered: Schedule = []
     for actions in schedule:
+        receives = [_receives(a, size, last) for a in actions]
         out: list[Action] = []
-        for action in actions:
-            stage, microbatch = action.stage, action.microbatch
-            if action.op is Op.F and size > 1:
-                before = [Action(stage, Op.RECV_F, microbatch)] if stage > 0 else []
-                after = [Action(stage, Op.SEND_F, microbatch)] if stage < last else []
-            elif action.op is Op.B and size > 1:
-                before = [Action(stage, Op.RECV_B, microbatch)] if stage < last else []
-                after = [Action(stage, Op.SEND_B, microbatch)] if stage > 0 else []
-            else:
-                before, after = [], []
-            out += [*before, action, *after]
+        for i, action in enumerate(actions):
+            if not prefetch or i == 0:
+                out += receives[i]
+            if prefetch and i + 1 < len(actions):
+                out += receives[i + 1]
+            out += [action, *_sends(action, size, last)]
         lowered.append(out)
     return lowered
+
+
+def _receives(action: Action, size: int, last: int) -> list[Action]:
+    """What a computation needs from another stage."""
+    op = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}.get(action.op)
+    end = 0 if action.op is Op.F else last
+    if op is None or size == 1 or action.stage == end:
+        return []
+    return [Action(action.stage, op, action.microbatch)]
+
+
+def _sends(action: Action, size: int, last: int) -> list[Action]:
+    """What another stage needs of a computation."""
+    op = {Op.F: Op.SEND_F, Op.B: Op.SEND_B}.get(action.op)
+    end = last if action.op is Op.F else 0
+    if op is None or size == 1 or action.stage == end:
+        return []
+    return [Action(action.stage, op, action.microbatch)]
 
 
 @dataclass(frozen=True)
@@ -238,8 +285,10 @@ class Transfer:
     """The two ends of what a SEND or RECV action takes part in.
 
     Attributes:
-        channel: `forward`, `backward`, or the same with `_wrap` for the edge from the last rank
-            back to the first one, which only interleaved stages use.
+        channel: `forward` or `backward` for the edges from even ranks to the next one, the same
+            with `_odd` for those from odd ranks, and with `_wrap` for the edge from the last rank
+            back to the first one, which only interleaved stages use. So a rank never sends and
+            receives on one channel, and a transfer waits for none but those of its own edge.
         sender: Pipeline rank that sends.
         receiver: Pipeline rank that receives.
         parcel: What travels, e.g. `F3 to stage 2`; equal on both ends.
@@ -259,8 +308,9 @@ def transfer_of(action: Action, pipeline_size: int) -> Transfer:
     source = action.stage if sends else action.stage - step
     target = source + step
     sender, receiver = source % pipeline_size, target % pipeline_size
-    wraps = min(source, target) % pipeline_size == pipeline_size - 1
-    channel = ("forward" if forward else "backward") + ("_wrap" if wraps else "")
+    edge = min(source, target) % pipeline_size
+    side = "_wrap" if edge == pipeline_size - 1 else "_odd" if edge % 2 else ""
+    channel = ("forward" if forward else "backward") + side
     kind = "F" if forward else "B"
     return Transfer(channel, sender, receiver, f"{kind}{action.microbatch} to stage {target}")
 

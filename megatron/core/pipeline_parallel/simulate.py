@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.schedule import (
 _TRANSFERS = (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B)
 _SENDS = (Op.SEND_F, Op.SEND_B)
 _ARRIVES = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}
+_AFTER = {Op.B: (Op.F, "forward"), Op.W: (Op.B, "backward")}
 _NEEDS = {Op.SEND_F: Op.F, Op.SEND_B: Op.B}
 
 TransferOf = Callable[[Action, int], Transfer]
@@ -54,7 +55,8 @@ class Report:
         busy: Time that each rank computes.
         bubble: Idle time of a rank relative to the time it computes, the mean over the ranks.
         peak_live: By rank, the most (stage, microbatch) pairs whose forward pass is done and whose
-            backward pass is not: the activations that are kept at the same time.
+            backward pass is not: the activations that are kept at the same time. With weight passes
+            a pair counts until its own is done, although not all of it is kept so long.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -98,6 +100,7 @@ def simulate(
     *,
     forward_cost: float = 1.0,
     backward_cost: float = 2.0,
+    weight_cost: float = 1.0,
     transfer_cost: float = 0.0,
     transfer: TransferOf = transfer_of,
 ) -> Report:
@@ -106,7 +109,8 @@ def simulate(
     Args:
         schedule: What `lower` returned.
         forward_cost: Time of a stage's forward pass.
-        backward_cost: Time of its backward pass.
+        backward_cost: Time of its backward pass, with the gradients of the weights.
+        weight_cost: The part of it that a weight pass takes, where the schedule has them.
         transfer_cost: Time of a transfer.
         transfer: Which channel an action uses; another function models another transport.
 
@@ -117,12 +121,18 @@ def simulate(
     size = len(schedule)
     _check_complete(schedule)
     ranks = [_Rank(i, list(actions)) for i, actions in enumerate(schedule)]
-    costs = {Op.F: forward_cost, Op.B: backward_cost}
+    split = any(a.op is Op.W for actions in schedule for a in actions)
+    costs = {
+        Op.F: forward_cost,
+        Op.B: backward_cost - weight_cost if split else backward_cost,
+        Op.W: weight_cost,
+    }
+    last_op = Op.W if split else Op.B
     moved = True
     while moved:
         moved = False
         for rank in ranks:
-            while _advance(rank, size, costs, transfer):
+            while _advance(rank, size, costs, transfer, last_op):
                 moved = True
         for rank in ranks:
             while _exchange(rank, ranks, transfer_cost):
@@ -140,8 +150,13 @@ def simulate(
     )
 
 
-def _advance(rank: _Rank, size: int, costs: dict[Op, float], transfer: TransferOf) -> bool:
-    """Execute the rank's next action; return whether that was possible."""
+def _advance(
+    rank: _Rank, size: int, costs: dict[Op, float], transfer: TransferOf, last_op: Op
+) -> bool:
+    """Execute the rank's next action; return whether that was possible.
+
+    `last_op` is the operation after which nothing of a microbatch is kept.
+    """
     action = rank.waiting_in
     if action is None:
         return False
@@ -161,7 +176,7 @@ def _advance(rank: _Rank, size: int, costs: dict[Op, float], transfer: TransferO
         rank.clock = start + costs[action.op]
         rank.spans.append(Span(action, start, rank.clock))
         rank.done[action.stage, action.op, action.microbatch] = None
-        rank.live += 1 if action.op is Op.F else -1
+        rank.live += (action.op is Op.F) - (action.op is last_op)
         rank.peak = max(rank.peak, rank.live)
     rank.next += 1
     return True
@@ -169,10 +184,13 @@ def _advance(rank: _Rank, size: int, costs: dict[Op, float], transfer: TransferO
 
 def _ready(rank: _Rank, action: Action) -> float | None:
     """Time at which a computation has its inputs; None while it has to wait."""
-    arrives = (action.stage, _ARRIVES[action.op], action.microbatch)
-    if action.op is Op.B and (action.stage, Op.F, action.microbatch) not in rank.done:
-        raise _wrong(rank, action, "Its forward pass is not done yet")
-    received = rank.done.get(arrives)
+    if action.op in _AFTER:
+        op, name = _AFTER[action.op]
+        if (action.stage, op, action.microbatch) not in rank.done:
+            raise _wrong(rank, action, f"Its {name} pass is not done yet")
+    if action.op not in _ARRIVES:
+        return rank.clock
+    received = rank.done.get((action.stage, _ARRIVES[action.op], action.microbatch))
     if received is None:
         return rank.clock
     return None if received.end is None else max(rank.clock, received.end)
@@ -220,7 +238,7 @@ def _check_complete(schedule: Schedule) -> None:
     """Every stage runs the same microbatches, each action once, and synchronises at the end."""
     size = len(schedule)
     forward: dict[int, set[int | None]] = {}
-    training = any(a.op is Op.B for actions in schedule for a in actions)
+    present = {a.op for actions in schedule for a in actions}
     for number, actions in enumerate(schedule):
         if len(set(actions)) != len(actions):
             twice = next(a for i, a in enumerate(actions) if a in actions[:i])
@@ -230,7 +248,7 @@ def _check_complete(schedule: Schedule) -> None:
                 raise _schedule_error(str(action), f"Rank {number} does not hold that stage")
             if action.op is Op.F:
                 forward.setdefault(action.stage, set()).add(action.microbatch)
-        _check_rank(number, actions, training)
+        _check_rank(number, actions, present)
     _check_stages(forward)
     _check_transfers(schedule, max(forward, default=0))
 
@@ -247,16 +265,25 @@ def _check_stages(forward: dict[int, set[int | None]]) -> None:
             raise _schedule_error(f"stage {stage}", why)
 
 
-def _check_rank(number: int, actions: list[Action], training: bool) -> None:
-    """Backward passes belong to forward passes, and synchronisation comes after all of them."""
-    if not training:
+def _check_rank(number: int, actions: list[Action], present: set[Op]) -> None:
+    """Backward passes belong to forward passes, and synchronisation comes after all of them.
+
+    `present` is what occurs anywhere in the schedule: one weight pass means that all backward
+    passes leave theirs out.
+    """
+    if Op.B not in present:
         return
     forward = {(a.stage, a.microbatch) for a in actions if a.op is Op.F}
-    backward = {(a.stage, a.microbatch) for a in actions if a.op is Op.B}
-    if forward != backward:
-        stage, microbatch = min(forward ^ backward, key=str)
-        why = f"Rank {number} does not run both passes of microbatch {microbatch} in stage {stage}"
-        raise _schedule_error(f"rank {number}", why)
+    for op in (Op.B, Op.W) if Op.W in present else (Op.B,):
+        odd = forward ^ {(a.stage, a.microbatch) for a in actions if a.op is op}
+        if odd:
+            stage, microbatch = min(odd, key=str)
+            passes = "both" if op is Op.B else "all"
+            why = (
+                f"Rank {number} does not run {passes} passes of microbatch {microbatch} in "
+                f"stage {stage}"
+            )
+            raise _schedule_error(f"rank {number}", why)
     tail = [a.op for a in actions if not a.op.per_microbatch]
     after = [a.op for a in actions[-2:]]
     if tail != [Op.GRAD_SYNC, Op.AMAX_SYNC] or after != tail:
@@ -311,10 +338,39 @@ def _schedule_error(got: str, why: str) -> ScheduleError:
     return ScheduleError(complaint("schedule", got, why, fix))
 
 
-def ideal_bubble(num_microbatches: int, pipeline_size: int, virtual_size: int = 1) -> float:
-    """Return the bubble of the published formula, (p - 1) / (v m).
+def ideal_bubble(
+    num_microbatches: int,
+    pipeline_size: int,
+    virtual_size: int = 1,
+    kind: str = "1f1b",
+    *,
+    forward_cost: float = 1.0,
+    backward_cost: float = 2.0,
+    weight_cost: float = 1.0,
+) -> float:
+    """Return the bubble of the formula, relative to the computing time of a rank.
+
+    `1f1b` and `gpipe`: `(p - 1) / (v m)`, whatever the costs. `zb-h1`, with the backward pass b
+    apart from the weight pass w: `((p - 1) (f + b) - (min(m, p) - 1) min(f, b, w)) / m (f + b + w)`,
+    for m >= p and equal costs a third of 1F1B's.
+
+    Args:
+        num_microbatches: m.
+        pipeline_size: Ranks, p.
+        virtual_size: Stages of a rank, v.
+        kind: The schedule.
+        forward_cost: Time of a stage's forward pass, f.
+        backward_cost: Time of its whole backward pass, b + w.
+        weight_cost: The part of it that is the weight pass, w.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", SC 2021, section 2.2.
+    Megatron-LM", SC 2021, section 2.2. ZB-H1 with m >= p and w <= f, b: Qi et al., "Zero Bubble
+    Pipeline Parallelism", ICLR 2024, section 2; the general form holds for the order used here.
     """
-    return (pipeline_size - 1) / (virtual_size * num_microbatches)
+    p, m = pipeline_size, num_microbatches
+    if kind != "zb-h1":
+        return (p - 1) / (virtual_size * m)
+    input_cost = backward_cost - weight_cost
+    hidden = (min(m, p) - 1) * min(forward_cost, input_cost, weight_cost)
+    idle = (p - 1) * (forward_cost + input_cost) - hidden
+    return idle / (m * (forward_cost + backward_cost))

@@ -56,6 +56,7 @@ class _ShardedLinear(nn.Module):
         self.axis = Axis.single("etp") if is_expert else build.mesh.tp
         self.sequence_parallel = build.config.sequence_parallel and self.axis.size > 1
         self.precision = build.fp8.for_linear(build.path)
+        self._later = build.weight_grads
 
     @property
     def fp8_meta(self) -> Any:
@@ -145,9 +146,12 @@ class ColumnParallelLinear(_ShardedLinear):
         """
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
-            y = linear(x, self.weight, bias, self.precision, gather=self.axis)
+            y = linear(
+                x, self.weight, bias, self.precision, gather=self.axis, later=self._later
+            )
         else:
-            y = linear(copy_to_region(x, self.axis), self.weight, bias, self.precision)
+            x = copy_to_region(x, self.axis)
+            y = linear(x, self.weight, bias, self.precision, later=self._later)
         if self.gather_output:
             y = gather_from_region(y, self.axis)
         return y, self.bias if self.skip_bias_add else None
@@ -288,7 +292,8 @@ class RowParallelLinear(_ShardedLinear):
         if not self.input_is_parallel:
             x = scatter_to_region(x, self.axis)
         alone = self.axis.size == 1 and not self.skip_bias_add
-        y = linear(x, self.weight, self.bias if alone else None, self.precision)
+        bias = self.bias if alone else None
+        y = linear(x, self.weight, bias, self.precision, later=self._later)
         if self.sequence_parallel:
             y = reduce_scatter_along_first_dim(y, self.axis)
         else:
