@@ -2,10 +2,11 @@
 
     python tools/show.py schedule --pp 4 --microbatches 8
     python tools/show.py schedule --pp 4 --microbatches 8 --schedule interleaved --vpp 2
+    python tools/show.py schedule --pp 4 --microbatches 8 --schedule zb-h1
 
 One line a pipeline rank and one column a time step: ``3`` is the forward pass of microbatch 3,
-``3'`` its backward pass, ``.`` idle time. With virtual stages a letter names the rank's stage, as
-in ``a3``.
+``3'`` its backward pass, ``3w`` its weight pass in a schedule that has them, ``.`` idle time. With
+virtual stages a letter names the rank's stage, as in ``a3``.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
 from megatron.core.errors import MegatronError, complaint
-from megatron.core.pipeline_parallel.schedule import Op, generate, lower, to_text
+from megatron.core.pipeline_parallel.schedule import KINDS, Op, generate, lower, to_text
 from megatron.core.pipeline_parallel.simulate import Report, ideal_bubble, simulate
 
 _MAX_COLUMNS = 400
+_MARKS = {Op.F: "", Op.B: "'", Op.W: "w"}
+_FORMULAS = {
+    "zb-h1": "((p - 1) (f + b) - (min(m, p) - 1) min(f, b, w)) / (m (f + b + w))",
+    "other": "(p - 1) / (v m)",
+}
 
 
 def grid(report: Report, pipeline_size: int, virtual_size: int) -> str:
@@ -38,9 +44,8 @@ def grid(report: Report, pipeline_size: int, virtual_size: int) -> str:
         for span in spans:
             action = span.action
             stage = chr(ord("a") + action.stage // pipeline_size) if virtual_size > 1 else ""
-            mark = "'" if action.op is Op.B else ""
             for step in range(round(span.start), round(span.end)):
-                cells[step] = f"{stage}{action.microbatch}{mark}"
+                cells[step] = f"{stage}{action.microbatch}{_MARKS[action.op]}"
         rows.append((number, cells))
     width = max((len(cell) for _, cells in rows for cell in cells), default=1)
     return "\n".join(
@@ -51,12 +56,17 @@ def grid(report: Report, pipeline_size: int, virtual_size: int) -> str:
 
 def describe(report: Report, args: argparse.Namespace) -> str:
     """Return the figures below the grid."""
-    formula = ideal_bubble(args.microbatches, args.pp, args.vpp)
+    costs = {"backward_cost": args.backward_cost, "weight_cost": args.weight_cost}
+    ideal = ideal_bubble(args.microbatches, args.pp, args.vpp, args.schedule, **costs)
+    formula = _FORMULAS.get(args.schedule, _FORMULAS["other"])
+    backward = f"backward {args.backward_cost:g}"
+    if args.schedule == "zb-h1":
+        backward += f", of which {args.weight_cost:g} for the weights"
     what = "(stage, microbatch) pairs" if args.vpp > 1 else "microbatches"
     live = ", ".join(str(n) for n in report.peak_live)
     return (
-        f"bubble: {report.bubble:.1%} of the computing time; (p - 1) / (v m) = {formula:.1%}\n"
-        f"time: {report.makespan:g} with forward 1 and backward {args.backward_cost:g}\n"
+        f"bubble: {report.bubble:.1%} of the computing time; {formula} = {ideal:.1%}\n"
+        f"time: {report.makespan:g} with forward 1 and {backward}\n"
         f"peak of {what} whose activations are kept, by rank: {live}"
     )
 
@@ -68,11 +78,11 @@ def show_schedule(args: argparse.Namespace) -> None:
             args.microbatches,
             pipeline_size=args.pp,
             virtual_size=args.vpp,
-            kind="gpipe" if args.schedule == "gpipe" else "1f1b",
+            kind="1f1b" if args.schedule == "interleaved" else args.schedule,
             group_size=args.group_size,
         )
     )
-    report = simulate(schedule, backward_cost=args.backward_cost)
+    report = simulate(schedule, backward_cost=args.backward_cost, weight_cost=args.weight_cost)
     if args.actions:
         print(to_text(schedule))
     elif report.makespan <= _MAX_COLUMNS:
@@ -80,6 +90,11 @@ def show_schedule(args: argparse.Namespace) -> None:
     else:
         print(f"(no grid: it would be {report.makespan:g} columns wide)")
     print(describe(report, args))
+
+
+def _refused(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return BAD_ARGUMENTS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     one.add_argument("--microbatches", type=int, required=True, help="microbatches of a step")
     one.add_argument(
         "--schedule",
-        choices=("1f1b", "gpipe", "interleaved"),
+        choices=(*KINDS, "interleaved"),
         default="1f1b",
         help="interleaved is 1f1b with several stages a rank",
     )
@@ -100,6 +115,9 @@ def main(argv: list[str] | None = None) -> int:
     one.add_argument(
         "--backward-cost", type=int, default=2, help="time of a backward pass; a forward takes 1"
     )
+    one.add_argument(
+        "--weight-cost", type=int, default=1, help="part of it that is zb-h1's weight pass"
+    )
     one.add_argument("--actions", action="store_true", help="list the actions instead")
     args = parser.parse_args(argv)
     if args.vpp is None:
@@ -107,8 +125,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.schedule != "interleaved" and args.vpp > 1:
         fix = "Add --schedule interleaved"
         why = "Several stages a rank are interleaved"
-        print(f"error: {complaint('--vpp', args.vpp, why, fix)}", file=sys.stderr)
-        return BAD_ARGUMENTS
+        return _refused(complaint("--vpp", args.vpp, why, fix))
+    if args.schedule == "zb-h1" and not 0 < args.weight_cost < args.backward_cost:
+        why = f"It is a part of the backward pass, which takes {args.backward_cost}"
+        fix = "Make it at least 1 and --backward-cost larger"
+        return _refused(complaint("--weight-cost", args.weight_cost, why, fix))
     try:
         show_schedule(args)
     except MegatronError as error:

@@ -89,6 +89,10 @@ class _Rank:
     queues: dict[str, list[_Issued]] = field(default_factory=dict)
     live: int = 0
     peak: int = 0
+    receives: frozenset[Action] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.receives = frozenset(a for a in self.actions if a.op in _ARRIVES.values())
 
     @property
     def waiting_in(self) -> Action | None:
@@ -190,8 +194,11 @@ def _ready(rank: _Rank, action: Action) -> float | None:
             raise _wrong(rank, action, f"Its {name} pass is not done yet")
     if action.op not in _ARRIVES:
         return rank.clock
-    received = rank.done.get((action.stage, _ARRIVES[action.op], action.microbatch))
+    arrives = Action(action.stage, _ARRIVES[action.op], action.microbatch)
+    received = rank.done.get((arrives.stage, arrives.op, arrives.microbatch))
     if received is None:
+        if arrives in rank.receives:
+            raise _wrong(rank, action, "It needs what is received only after it")
         return rank.clock
     return None if received.end is None else max(rank.clock, received.end)
 
@@ -351,8 +358,8 @@ def ideal_bubble(
     """Return the bubble of the formula, relative to the computing time of a rank.
 
     `1f1b` and `gpipe`: `(p - 1) / (v m)`, whatever the costs. `zb-h1`, with the backward pass b
-    apart from the weight pass w: `((p - 1) (f + b) - (min(m, p) - 1) min(f, b, w)) / m (f + b + w)`,
-    for m >= p and equal costs a third of 1F1B's.
+    apart from the weight pass w: `(p - 1) (f + b) - (min(m, p) - 1) min(f, b, w)` divided by
+    `m (f + b + w)`; for m >= p and equal costs a third of 1F1B's.
 
     Args:
         num_microbatches: m.

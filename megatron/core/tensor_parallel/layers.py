@@ -146,9 +146,7 @@ class ColumnParallelLinear(_ShardedLinear):
         """
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
-            y = linear(
-                x, self.weight, bias, self.precision, gather=self.axis, later=self._later
-            )
+            y = linear(x, self.weight, bias, self.precision, gather=self.axis, later=self._later)
         else:
             x = copy_to_region(x, self.axis)
             y = linear(x, self.weight, bias, self.precision, later=self._later)
