@@ -56,6 +56,11 @@ class ParallelConfig:
     use_tp_pp_dp_mapping: bool = field(
         False, help="Number ranks along the pipeline before the replicas (tp-cp-ep-pp-dp)."
     )
+    overlap_p2p_communication: bool = field(
+        True,
+        flags="--no-overlap-p2p-communication",
+        help="Start to receive what a stage needs next while it still computes.",
+    )
     context_parallel_size: int = field(
         1, help="Ranks that share every sequence (context parallelism, CP)."
     )

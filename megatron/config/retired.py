@@ -74,7 +74,6 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--main-grads-dtype": (("fp32",), _ALWAYS),
     "--main-params-dtype": (("fp32",), _ALWAYS),
     "--cuda-graph-impl": (("none",), _ALWAYS),
-    "--no-overlap-p2p-communication": (ANY, "sends never hold up a stage; the results are equal"),
     "--data-parallel-sharding-strategy": (("no_shard",), _ALWAYS),
     "--rerun-mode": (("disabled",), _ALWAYS),
     "--exit-signal": (("SIGTERM", "sigterm"), _ALWAYS),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 import torch
-from distpool import run_ranks
+from distpool import RankError, run_ranks
 from parity import BASE, Outcome, SyntheticSource, run_layout, worst
 
 from megatron.config import make_config
@@ -239,6 +240,59 @@ def test_one_stage_with_a_nan_makes_all_skip(where):
     """No weight moves and no scale is made of the step, on any stage."""
     for found in run_ranks(poisoned, 2, where, detail=False):
         assert found == (False, where == "gradient", True, True)
+
+
+def prefetching(rank, world_size, fields):
+    """By iteration: transfers in flight when a stage computes, and those left after the step."""
+    cfg = make_config(world_size=world_size, **{**BASE, "train_iters": 2, **fields})
+    runtime = start(cfg, Launch(rank, world_size, rank, world_size))
+    parts = setup_model(cfg, runtime)
+    step = TrainStep(cfg, runtime, parts, SyntheticSource(cfg, runtime.mesh.dp.size))
+    pipes, flying, found = step._runner._transport, [], []
+    forward = parts.model.forward
+
+    def watched(*args, **kwargs):
+        flying.append(pipes._receiving)
+        return forward(*args, **kwargs)
+
+    parts.model.forward = watched
+    step._runner._before_backward = lambda _: flying.append(pipes._receiving)
+    for iteration in (1, 2):
+        flying.clear()
+        loss = step.run(iteration, 0).loss
+        found.append((max(flying), pipes.pending, loss))
+    return found
+
+
+@pytest.mark.parametrize("layout", [PP2 | ONE, PP2 | ONE | VPP2 | FOUR, PP2 | ONE | ZB], ids=str)
+def test_transfers_are_under_way_while_a_stage_computes_and_none_is_left(layout):
+    ahead = run_ranks(prefetching, 2, layout, detail=False)
+    late = run_ranks(prefetching, 2, layout | {"overlap_p2p_communication": False}, detail=False)
+    for one, other in zip(ahead, late, strict=True):
+        assert [loss for *_, loss in one] == [loss for *_, loss in other]
+        assert {left for _, left, _ in one + other} == {0}
+        assert {flying for flying, *_ in one} == {1}
+        assert {flying for flying, *_ in other} == {0}
+
+
+def leaving(rank, world_size):
+    """The last stage vanishes in its first step, while the first one awaits a gradient."""
+    cfg = make_config(world_size=world_size, **{**BASE, "train_iters": 2, **PP2})
+    runtime = start(cfg, Launch(rank, world_size, rank, world_size))
+    parts = setup_model(cfg, runtime)
+    step = TrainStep(cfg, runtime, parts, SyntheticSource(cfg, runtime.mesh.dp.size))
+    if rank == 1:
+        parts.model.forward = lambda *_, **__: os._exit(7)
+    try:
+        step.run(1, 0)
+    except RuntimeError as error:
+        raise RuntimeError(f"{step.current}: {error}") from None
+
+
+def test_a_lost_rank_is_noticed_where_its_tensor_is_awaited():
+    with pytest.raises(RankError, match=r"0B0: .*(closed|reset)") as caught:
+        run_ranks(leaving, 2, detail=False, timeout=20)
+    assert "rank 1 died, exit code 7" in str(caught.value)
 
 
 def test_a_wrong_shape_is_refused_before_it_is_sent():

@@ -38,7 +38,8 @@ def checked_schedule(config: Any, training: bool = True) -> Schedule:
             kind=config.pipeline_schedule,
             group_size=config.microbatch_group_size_per_virtual_pipeline_stage,
             training=training,
-        )
+        ),
+        prefetch=config.overlap_p2p_communication,
     )
     simulate(schedule)
     return schedule

@@ -18,7 +18,8 @@ class Pipes:
     """The channels of one rank to its neighbours.
 
     Every tensor has the same shape and type, so nothing but the tensor itself is sent. The order of
-    transfers on a channel is that of the schedule, on both sides.
+    transfers on a channel is that of the schedule, on both sides. Nothing here blocks but the
+    function that waits for a tensor, and `finish`: tensors travel while the rank computes.
 
     Args:
         mesh: The process mesh.
@@ -46,6 +47,12 @@ class Pipes:
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
         # What is being sent has to stay alive until it is.
         self._sending: deque[tuple[wire.Pending, torch.Tensor]] = deque()
+        self._receiving = 0
+
+    @property
+    def pending(self) -> int:
+        """Transfers that were started and that nobody has waited for."""
+        return len(self._sending) + self._receiving
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send; returns at once.
@@ -84,9 +91,11 @@ class Pipes:
         tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         channel = self._channels[transfer.channel]
         work = wire.receive(tensor, channel, self._pp.ranks[transfer.sender])
+        self._receiving += 1
 
         def arrival() -> torch.Tensor:
             work.wait()
+            self._receiving -= 1
             return tensor
 
         return arrival
