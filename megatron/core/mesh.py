@@ -81,7 +81,8 @@ class MeshSizes:
     """Extents of every axis and the order in which ranks run through them.
 
     `etp` defaults to `tp`; `dp` and `edp` are what is left of `world`. `optimizer_instances` is
-    into how many equal parts the replicas are cut, each of which holds the optimizer once.
+    into how many equal parts the replicas are cut, each of which holds the optimizer once. `vpp` is
+    the number of stages of a pipeline rank.
 
     Raises:
         MeshError: If the axes do not divide the world.
@@ -95,9 +96,19 @@ class MeshSizes:
     etp: int | None = None
     order: str = DEFAULT_ORDER
     optimizer_instances: int = 1
+    vpp: int = 1
 
     def __post_init__(self) -> None:
         _check_order(self.order)
+        if self.vpp > 1 and self.pp == 1:
+            raise MeshError(
+                complaint(
+                    "virtual_pipeline_model_parallel_size",
+                    self.vpp,
+                    "Stages are interleaved over several pipeline ranks, and there is one",
+                    "Leave it out, or raise --pipeline-model-parallel-size",
+                )
+            )
         for flag, size in (
             ("--tensor-model-parallel-size", self.tp),
             ("--context-parallel-size", self.cp),
@@ -156,6 +167,7 @@ class MeshSizes:
             etp=getattr(config, "expert_tensor_parallel_size", None),
             optimizer_instances=getattr(config, "num_distributed_optimizer_instances", 1),
             order=PIPELINE_BEFORE_DATA_ORDER if pp_first else DEFAULT_ORDER,
+            vpp=getattr(config, "virtual_pipeline_model_parallel_size", None) or 1,
         )
 
     @property
@@ -370,7 +382,7 @@ class ParallelState:
         odd = lines if sizes.pp > 2 else []  # two ranks have one edge
         axes["pipe_forward_odd"] = make_axis("pipe-forward-odd", odd, own=True)
         axes["pipe_backward_odd"] = make_axis("pipe-backward-odd", odd, own=True)
-        wrapped = ends if getattr(config, "virtual_pipeline_model_parallel_size", 1) > 1 else []
+        wrapped = ends if sizes.vpp > 1 else []
         axes["pipe_forward_wrap"] = make_axis("pipe-forward-wrap", wrapped, own=True)
         axes["pipe_backward_wrap"] = make_axis("pipe-backward-wrap", wrapped, own=True)
         return cls(rank=rank, **axes)

@@ -71,15 +71,6 @@ def initialize_model_parallel(
                 "Call destroy_model_parallel first",
             )
         )
-    if virtual_pipeline_model_parallel_size is not None:
-        raise MeshError(
-            complaint(
-                "virtual_pipeline_model_parallel_size",
-                virtual_pipeline_model_parallel_size,
-                "Virtual stages are a property of the schedule, not of the mesh",
-                "Leave it out here",
-            )
-        )
     distributed = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     sizes = MeshSizes(
@@ -91,6 +82,7 @@ def initialize_model_parallel(
         etp=expert_tensor_parallel_size,
         order=order,
         optimizer_instances=num_distributed_optimizer_instances,
+        vpp=virtual_pipeline_model_parallel_size or 1,
     )
     install(ParallelState.build(sizes, rank, world, amax_reduction=amax_reduction))
 

@@ -38,9 +38,12 @@ def test_one_process_cannot_be_two_tensor_parallel_ranks():
         ps.initialize_model_parallel(tensor_model_parallel_size=2)
 
 
-def test_virtual_stages_are_refused():
-    with pytest.raises(MeshError, match="virtual_pipeline"):
+def test_virtual_stages_need_a_pipeline():
+    with pytest.raises(MeshError, match="virtual_pipeline_model_parallel_size: got 2"):
         ps.initialize_model_parallel(virtual_pipeline_model_parallel_size=2)
+    sizes = MeshSizes(world=4, pp=4, vpp=2)
+    mesh = ParallelState.build(sizes, 3, 4, make_group=lambda ranks: tuple(ranks))
+    assert mesh.pipe_forward_wrap.ranks == (0, 3)
 
 
 def test_ranks_in_a_world_of_sixteen():

@@ -73,6 +73,7 @@ class GPTModel(nn.Module):
         if config.position_embedding_type == "rope":
             self.rotary = RotaryEmbedding(build=build)
         self.decoder = build_module(self.spec, build=build.at("decoder"), stages=self.stages)
+        self._received: Tensor | None = None
         self.output_layer = None
         if self.post_process:
             self.output_layer = OutputLayer(build=build.at("output_layer"), tied=self.tied)
@@ -105,6 +106,8 @@ class GPTModel(nn.Module):
             in the others `[s or s/t, b, h]`.
         """
         part = self.stages[stage]
+        if hidden is None:
+            hidden, self._received = self._received, None
         if isinstance(self.embedding, LanguageModelEmbedding) and part.embedding:
             hidden = self.embedding(tokens, position_ids)
         rotation = None if self.rotary is None else self.rotary(position_ids)
@@ -125,6 +128,14 @@ class GPTModel(nn.Module):
             logits, labels.t().contiguous(), self.axis, self.vocab_size, reuse_logits=True
         )
         return losses.t().contiguous()
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
+        """Set `hidden` of the next call, as Megatron's schedules do.
+
+        Args:
+            input_tensor: `[s or s/t, b, h]` from the stage before, alone or in a list of one.
+        """
+        self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter:
         """The weight that the output layer multiplies with.
