@@ -300,6 +300,23 @@ REFUSED_ON_A_MESH = [
         ["a2a, 4 and 4", "has 2 of them"],
     ),
     (2, {**FP8, **CP2, "seq_length": 24}, "--seq-length", ["got 12", "one rank", "16"]),
+    (
+        2,
+        PP2 | {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine"},
+        "--pipeline-schedule",
+        ["zb-h1 and transformer_engine", "--transformer-impl native"],
+    ),
+    (
+        2,
+        PP2
+        | {
+            "pipeline_schedule": "zb-h1",
+            "num_layers": 4,
+            "num_virtual_stages_per_pipeline_rank": 2,
+        },
+        "--pipeline-schedule",
+        ["zb-h1 and 2", "one stage a rank"],
+    ),
     (3, PP2, "--tensor-model-parallel-size", ["on 3 processes", "multiple of 2"]),
     (2, PP2 | {"num_layers": 5}, "--num-layers", ["5 layers over 2 stages", "4 or 6"]),
     (4, PP4, "--num-layers", ["2 layers over 4 stages", "--num-layers 4"]),
