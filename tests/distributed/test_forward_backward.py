@@ -27,6 +27,12 @@ ZB = PP2 | {"pipeline_schedule": "zb-h1"}
 FOUR = {"num_layers": 4}
 
 
+@pytest.fixture(autouse=True)
+def _no_mesh_is_left():
+    yield
+    parallel_state.destroy_model_parallel()
+
+
 def per_token(mask, losses):
     """Megatron's loss function: sum, number of tokens, report."""
     total = (losses * mask).sum()
