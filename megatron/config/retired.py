@@ -265,8 +265,6 @@ REFUSED_VALUES: dict[tuple[str, str], tuple[str, str]] = {
         "Two levels of context parallelism are not in this release",
         "Use --cp-comm-type p2p, all_gather or a2a",
     ),
-    ("exp_avg_dtype", "fp8"): ("Moments of 8 bits are not in this release", "Use bf16 or fp16"),
-    ("exp_avg_sq_dtype", "fp8"): ("Moments of 8 bits are not in this release", "Use bf16 or fp16"),
     ("transformer_impl", "inference_optimized"): (
         "This project trains",
         "Use --transformer-impl auto, native or transformer_engine",

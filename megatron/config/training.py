@@ -99,12 +99,12 @@ class TrainingConfig:
     )
     exp_avg_dtype: str = field(
         "fp32",
-        choices=("fp32", "bf16", "fp16"),
+        choices=("fp32", "bf16", "fp16", "fp8"),
         help="Precision-aware Adam: type of the mean of gradients.",
     )
     exp_avg_sq_dtype: str = field(
         "fp32",
-        choices=("fp32", "bf16", "fp16"),
+        choices=("fp32", "bf16", "fp16", "fp8"),
         help="Precision-aware Adam: type of the mean of squared gradients.",
     )
     sgd_momentum: float = field(0.9, help="SGD: momentum.")

@@ -18,7 +18,7 @@ from megatron.training.progress import Progress
 from megatron.training.providers import setup_model
 from megatron.training.step import TrainStep
 from tests.distpool import run_ranks
-from tests.parity import BASE, SyntheticSource
+from tests.parity import BASE, SyntheticSource, run_layout
 
 # Without linear biases: a key's bias has a gradient of zero up to rounding, which Adam magnifies.
 ADAM = {"optimizer": "adam", "lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5,
@@ -241,6 +241,12 @@ def optimizer_bytes(rank, world, **fields):
     return sum(t.numel() * t.element_size() for t in held)
 
 
+def moment_bytes(rank, world, **fields):
+    _, _, parts, _ = build(rank, world, **BF16, **fields)
+    held = [t for s in parts.optimizer.inner.state.values() for k, t in s.items() if k != "step"]
+    return sum(t.numel() * t.element_size() for t in held)
+
+
 def test_a_rank_holds_its_share_of_masters_and_moments():
     (whole,) = run_ranks(optimizer_bytes, 1)
     for world in (2, 4):
@@ -252,6 +258,9 @@ def test_a_rank_holds_its_share_of_masters_and_moments():
     small = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16",
              "exp_avg_sq_dtype": "bf16"}  # fmt: skip
     assert sum(run_ranks(optimizer_bytes, 2, **ZERO, **small)) == whole * 8 // 12
+    (stored,) = run_ranks(moment_bytes, 1, **BYTES)
+    # A byte for each element and scale of 128, and what the last block of a parameter lacks.
+    assert stored < 2 * (whole / 12) * 1.15
 
 
 def resume(rank, world, root, **fields):
@@ -291,8 +300,36 @@ MOMENTS = {
 }
 
 
+BYTES = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "fp8",
+    "exp_avg_sq_dtype": "fp8",
+}
+
+
+def test_moments_of_a_byte_learn_what_others_learn():
+    """And copies of a parameter stay equal, which `run` asserts."""
+    shape = {"steps": 40, "train_iters": 40, "micro_batch_size": 4, "clip_grad": 1.0}
+    exact = run(2, **shape)
+    for fields in ({**ZERO, **OVERLAP}, {**ZERO, "num_distributed_optimizer_instances": 2}):
+        ours = run(2, **shape, **BYTES, **fields)
+        first, last, reference = (
+            sum(s[0] for s in steps) / 5 for steps in (exact[0][:5], ours[0][-5:], exact[0][-5:])
+        )
+        assert reference < 0.75 * first
+        assert last == pytest.approx(reference, rel=0.03)
+
+
+def test_tied_copies_round_alike():
+    """On two pipeline stages; the harness compares the copies bit by bit."""
+    fields = {**ADAM, **BYTES, **ZERO, "num_layers": 2, "pipeline_model_parallel_size": 2}
+    assert len(run_layout(fields, 2, steps=2)) == 2
+
+
 @pytest.mark.parametrize(
-    "extra", [{}, DELAYED, {**BF16, **MOMENTS}], ids=["fp32", "fp8", "moments"]
+    "extra",
+    [{}, DELAYED, {**BF16, **MOMENTS}, {**BF16, **BYTES}],
+    ids=["fp32", "fp8", "moments", "fp8-moments"],
 )
 def test_resuming_is_bitwise(tmp_path, extra):
     if extra.get("fp8_format"):

@@ -94,9 +94,10 @@ def test_experts_are_summed_over_their_own_replicas():
 
 
 def test_bf16_on_the_wire_rounds_each_addend_and_the_sum():
-    (_, grads), _ = run_ranks(finalize, 2, MeshSizes(2), (), [1, 0], torch.bfloat16)
+    (_, grads), _ = run_ranks(finalize, 2, MeshSizes(2), ("expert",), [1, 0], torch.bfloat16)
     parts = [rank_gradient(r).bfloat16() for r in range(2)]
     assert torch.equal(grads["plain"], (parts[0] + parts[1]).float())
+    assert torch.equal(grads["expert"], grads["plain"])
 
 
 def use_facade(rank, world):

@@ -134,9 +134,9 @@ REFUSED = [
     ({"exp_avg_dtype": "bf16"}, "--exp-avg-dtype", ["Add --use-precision-aware-optimizer"]),
     ({"exp_avg_sq_dtype": "fp16"}, "--exp-avg-sq-dtype", ["Add --use-precision-aware"]),
     (
-        {"exp_avg_dtype": "fp8", "use_precision_aware_optimizer": True},
+        {"exp_avg_dtype": "int8", "use_precision_aware_optimizer": True},
         "--exp-avg-dtype",
-        ["8 bits", "Use bf16 or fp16"],
+        ["fp8"],
     ),
     (
         {"use_precision_aware_optimizer": True, "optimizer": "sgd"},

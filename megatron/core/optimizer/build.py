@@ -12,8 +12,15 @@ from megatron.core.optimizer.compact import CompactAdamW
 from megatron.core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from megatron.core.optimizer.lr import LrSchedule, ParamScheduler, WdSchedule
 from megatron.core.optimizer.mixed import MixedPrecisionOptimizer, ParamShards, Slot
+from megatron.core.optimizer.moments import FP8
+from megatron.core.shards import global_name
 
-_MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MOMENT_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": FP8,
+}
 
 
 def _slots(model: torch.nn.Module, shards: ParamShards | None) -> list[Slot]:
@@ -56,7 +63,7 @@ def _apex_adam() -> Any | None:
     return FusedAdam
 
 
-def _adam(cfg: RunConfig, groups: list[dict[str, Any]], on_cuda: bool) -> torch.optim.Optimizer:
+def _adam(cfg: RunConfig, slots: list[Slot], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Build AdamW with its state in place, so that it can be saved and loaded before a step."""
     common: dict[str, Any] = {
         "lr": cfg.lr,
@@ -69,8 +76,9 @@ def _adam(cfg: RunConfig, groups: list[dict[str, Any]], on_cuda: bool) -> torch.
             "exp_avg": _MOMENT_DTYPES[cfg.exp_avg_dtype],
             "exp_avg_sq": _MOMENT_DTYPES[cfg.exp_avg_sq_dtype],
         }
-        return CompactAdamW(groups, dtypes=dtypes, **common)
-    apex = _apex_adam() if on_cuda else None
+        names = {slot.master: global_name(slot.name, slot.param) for slot in slots}
+        return CompactAdamW(groups, dtypes=dtypes, names=names, seed=cfg.seed, **common)
+    apex = _apex_adam() if any(slot.param.is_cuda for slot in slots) else None
     inner: torch.optim.Optimizer
     if apex is not None:
         inner = apex(groups, adam_w_mode=True, **common)
@@ -132,8 +140,7 @@ def build_optimizer(
     slots = _slots(model, shards)
     groups = _groups(slots)
     tokens = float(cfg.seq_length * cfg.micro_batch_size * cfg.num_microbatches)
-    on_cuda = any(s.param.is_cuda for s in slots)
-    inner = _sgd(cfg, groups) if cfg.optimizer == "sgd" else _adam(cfg, groups, on_cuda)
+    inner = _sgd(cfg, groups) if cfg.optimizer == "sgd" else _adam(cfg, slots, groups)
     return MixedPrecisionOptimizer(
         slots,
         inner,

@@ -1,33 +1,18 @@
-"""AdamW whose moments rest in 16 bits and are fp32 only while they are updated.
-
-A moment in bf16 has the range of fp32. One in fp16 has three more bits and less range, so it is
-stored with a scale: a power of two that puts the tensor's largest magnitude near the top.
-"""
+"""AdamW whose moments rest in few bits and are fp32 only while they are updated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 
+from megatron.core.optimizer.moments import FP8, fp8_storage, from_fp8, to_fp8, to_fp16
+from megatron.core.tensor_parallel.random import derive_seed
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALE = "_scale"
-_TOP_EXPONENT = 15  # of 2 to 16: the largest magnitude lands in 2^14 .. 2^15
-_LOWEST_EXPONENT = -100  # an all but zero tensor needs no finer scale
-_ROUNDS_UP = 1.0 + 2.0**-11  # fp16 has 11 significant bits
-
-
-def scale_of(values: torch.Tensor) -> torch.Tensor:
-    """Return the power of two by which an fp32 tensor is divided before it becomes fp16.
-
-    The scale of stored values is never larger than the scale they were stored with, so that
-    storing them again, after a checkpoint say, changes nothing.
-    """
-    amax = values.abs().amax() if values.numel() else values.new_zeros(())
-    exponent = torch.frexp(amax * _ROUNDS_UP).exponent.clamp(min=_LOWEST_EXPONENT)
-    return torch.ldexp(torch.ones_like(amax), exponent - _TOP_EXPONENT)
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -39,7 +24,9 @@ class CompactAdamW(torch.optim.Optimizer):
         betas: Decay of the mean of gradients and of their squares.
         eps: Added to the denominator.
         weight_decay: Weight decay.
-        dtypes: Type of each moment: fp32, bf16 or fp16.
+        dtypes: Type of each moment: fp32, bf16, fp16 or fp8 (E4M3).
+        names: Names of the parameters, the same wherever a copy of one is updated; needed for fp8.
+        seed: What random rounding depends on besides the name and the step.
     """
 
     def __init__(
@@ -51,14 +38,21 @@ class CompactAdamW(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
         dtypes: dict[str, torch.dtype],
+        names: Mapping[torch.Tensor, str] | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups, defaults)
+        self._names, self._seed = dict(names or {}), seed
         for group in self.param_groups:
+            group["step"] = 0
             for param in group["params"]:
                 state = self.state[param]
                 state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
                 for kind in MOMENTS:
+                    if dtypes[kind] == FP8:
+                        state[kind], state[kind + _SCALE] = fp8_storage(param)
+                        continue
                     state[kind] = torch.zeros_like(param, dtype=dtypes[kind])
                     if dtypes[kind] == torch.float16:
                         state[kind + _SCALE] = torch.ones((), device=param.device)
@@ -70,31 +64,44 @@ class CompactAdamW(torch.optim.Optimizer):
     def moment(self, param: torch.Tensor, kind: str) -> torch.Tensor:
         """Return a moment in fp32; the stored tensor itself if that is its type."""
         state = self.state[param]
-        values: torch.Tensor = state[kind].float()
+        stored: torch.Tensor = state[kind]
+        if stored.dtype == FP8:
+            return from_fp8(stored, state[kind + _SCALE], param.shape, kind == "exp_avg_sq")
+        values = stored.float()
         return values * state[kind + _SCALE] if self.is_scaled(param, kind) else values
 
-    def set_moment(self, param: torch.Tensor, kind: str, values: torch.Tensor) -> None:
+    def set_moment(
+        self,
+        param: torch.Tensor,
+        kind: str,
+        values: torch.Tensor,
+        noise: torch.Generator | None = None,
+    ) -> None:
         """Store a moment.
 
-        A square that is too small for fp16 becomes the smallest number there is instead of zero,
-        because it is divided by: rounding may make an update smaller, not huge.
+        Args:
+            param: The parameter.
+            kind: One of `MOMENTS`.
+            values: fp32, shaped like the parameter.
+            noise: Source of random rounding, used for fp8; None for the nearest number.
         """
-        state = self.state[param]
-        if self.is_scaled(param, kind):
-            scale = scale_of(values)
-            values = values / scale
-            if kind == "exp_avg_sq":
-                tiny = torch.finfo(torch.float16).smallest_normal * 2.0**-10
-                values = torch.where(values > 0, values.clamp(min=tiny), values)
+        state, squares = self.state[param], kind == "exp_avg_sq"
+        stored: torch.Tensor = state[kind]
+        if stored.dtype == FP8:
+            to_fp8(values, stored, state[kind + _SCALE], squares, noise)
+        elif stored.dtype == torch.float16:
+            values, scale = to_fp16(values, squares)
             state[kind + _SCALE].copy_(scale)
-        if values is not state[kind]:
-            state[kind].copy_(values)
+            stored.copy_(values)
+        elif values is not stored:
+            stored.copy_(values)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters, one after the other, so that few moments are fp32 at a time."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
+            group["step"] += 1
             for param in group["params"]:
                 if param.grad is not None:
                     self._update(param, group)
@@ -118,5 +125,11 @@ class CompactAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        self.set_moment(param, "exp_avg", mean)
-        self.set_moment(param, "exp_avg_sq", square)
+        for kind, values in zip(MOMENTS, (mean, square), strict=True):
+            self.set_moment(param, kind, values, self._noise(param, kind, group["step"]))
+
+    def _noise(self, param: torch.Tensor, kind: str, step: int) -> torch.Generator | None:
+        if self.state[param][kind].dtype != FP8:
+            return None
+        seed = derive_seed("moment", self._seed, self._names[param], kind, step)
+        return torch.Generator(param.device).manual_seed(seed)
