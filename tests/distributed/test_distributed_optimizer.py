@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 
-from megatron.config import make_config
-from megatron.core.dist_checkpointing.storage import Reader
-from megatron.core.shards import gather_full
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
-from megatron.training.initialize import Launch, start
 from megatron.training.parity.ranks import compile_kernels
-from megatron.training.progress import Progress
-from megatron.training.providers import setup_model
-from megatron.training.step import TrainStep
 from tests.distpool import run_ranks
-from tests.parity import BASE, SyntheticSource, run_layout
+from tests.parity import BASE, run_layout
+from tests.trained_parts import (
+    ADAM,
+    advance,
+    build,
+    content,
+    make_checkpoint,
+    pass_on,
+    resume,
+    weights,
+)
 
-# Without linear biases: a key's bias has a gradient of zero up to rounding, which Adam magnifies.
-ADAM = {"optimizer": "adam", "lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5,
-        "add_bias_linear": False}  # fmt: skip
-RUN = {"train_iters": 9, "save_interval": 9}
 ZERO = {"use_distributed_optimizer": True}
 BUCKETS = {"ddp_bucket_size": 2000}
 REDUCE = {"overlap_grad_reduce": True}
@@ -42,34 +39,6 @@ LLAMA = {
     "untie_embeddings_and_output_weights": True, "num_layers": 3,
     "make_vocab_size_divisible_by": 32,
 }  # fmt: skip
-
-
-def build(rank, world, **fields):
-    cfg = make_config(world_size=world, **{**BASE, **ADAM, **RUN, **fields})
-    runtime = start(cfg, Launch(rank, world, rank, world))
-    parts = setup_model(cfg, runtime)
-    source = SyntheticSource(cfg, runtime.mesh.dp.size)
-    return cfg, runtime.mesh, parts, TrainStep(cfg, runtime, parts, source)
-
-
-def advance(cfg, parts, step, first, count):
-    done = []
-    for iteration in range(first, first + count):
-        outcome = step.run(iteration, (iteration - 1) * cfg.global_batch_size)
-        update = outcome.update
-        norm = update.grad_norm if update.success else None
-        done.append((outcome.loss, norm, update.num_zeros, update.success))
-        if update.success:
-            assert math.isfinite(parts.optimizer.params_norm())
-    parts.ddp.finish_param_sync()
-    return done
-
-
-def weights(mesh, parts):
-    return {
-        name: gather_full(p.detach(), p, mesh.tp).float().numpy()
-        for name, p in parts.model.named_parameters()
-    }
 
 
 def train(rank, world, steps=3, **fields):
@@ -263,36 +232,6 @@ def test_a_rank_holds_its_share_of_masters_and_moments():
     assert stored < 2 * (whole / 12) * 1.15
 
 
-def resume(rank, world, root, **fields):
-    """Four steps in one go, and two, a checkpoint, a new model, two more."""
-    straight = build(rank, world, **fields)
-    expected = advance(straight[0], straight[2], straight[3], 1, 4)
-    cfg, mesh, parts, step = build(rank, world, save=str(root), load=str(root), **fields)
-    first = advance(cfg, parts, step, 1, 2)
-    store(cfg, mesh, parts)
-    cfg, mesh, parts, step = build(rank, world, save=str(root), load=str(root), **fields)
-    fetch(cfg, mesh, parts)
-    second = advance(cfg, parts, step, 3, 2)
-    own, other = weights(mesh, parts), weights(straight[1], straight[2])
-    return first + second == expected, all((own[n] == other[n]).all() for n in own)
-
-
-def store(cfg, mesh, parts):
-    parts.ddp.finish_param_sync()
-    progress = Progress(iteration=2)
-    return save_checkpoint(
-        cfg, mesh, model=parts.model, optimizer=parts.optimizer, scheduler=parts.scheduler,
-        fp8=parts.fp8, progress=progress, say=lambda line: None,
-    )  # fmt: skip
-
-
-def fetch(cfg, mesh, parts):
-    assert load_checkpoint(
-        cfg, mesh, model=parts.model, optimizer=parts.optimizer, scheduler=parts.scheduler,
-        fp8=parts.fp8, progress=Progress(), say=lambda line: None,
-    )  # fmt: skip
-
-
 MOMENTS = {
     "use_precision_aware_optimizer": True,
     "exp_avg_dtype": "bf16",
@@ -336,24 +275,6 @@ def test_resuming_is_bitwise(tmp_path, extra):
         compile_kernels()
     fields = {**ZERO, **BUCKETS, **OVERLAP, **extra}
     assert run_ranks(resume, 2, tmp_path, detail=False, **fields) == [(True, True)] * 2
-
-
-def make_checkpoint(rank, world, root, **fields):
-    cfg, mesh, parts, step = build(rank, world, save=str(root), **fields)
-    advance(cfg, parts, step, 1, 2)
-    store(cfg, mesh, parts)
-
-
-def pass_on(rank, world, source, target, **fields):
-    """Load under one layout and save again at once."""
-    cfg, mesh, parts, _ = build(rank, world, load=str(source), save=str(target), **fields)
-    fetch(cfg, mesh, parts)
-    store(cfg, mesh, parts)
-
-
-def content(root):
-    reader = Reader(root / "iter_0000002")
-    return {key: reader.read(key) for key in reader.tensors}
 
 
 def test_state_passes_through_every_layout_unchanged(tmp_path):
