@@ -1,0 +1,189 @@
+"""What does tensor parallelism bring on one machine, and what does --tp-comm-overlap change?
+
+Ranks are forked from this process, one thread each, and talk through gloo. All contenders exist at
+once in every rank and take one step each in turn, so that they share the machine's moods; the
+slowest rank counts. Medians, their ratios and the loss are printed, then one JSON line.
+
+    python benchmarks/tp_overlap.py                      8 layers, hidden 512, two minutes
+    python benchmarks/tp_overlap.py --layers 2 --steps 3
+    python benchmarks/tp_overlap.py --fp8 delayed
+
+Contenders: `one` is one process (alone, before the others start); `twins` are as many independent
+copies of it at once, which is what the machine allows at most; `tp` is TP with sequence
+parallelism; `tp_overlap` the same with --tp-comm-overlap. All have the same batch, so `one / tp` is
+the speedup. On a CPU the transport uses the same cores as the arithmetic: hidden is only the
+waiting. CPU time is that of the busiest rank, transport included; on a machine that others use, read
+the ratios of CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron.config import RunConfig, make_config
+from megatron.core.datasets.batch import Batch
+from megatron.training.initialize import Launch, start
+from megatron.training.providers import setup_model
+from megatron.training.step import TrainStep
+
+
+class RandomTokens:
+    """Batches of random tokens, the same for every contender."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.cfg = cfg
+
+    def batch(self, consumed_samples: int, microbatch: int, dp_rank: int) -> Batch:
+        """Return one microbatch."""
+        cfg = self.cfg
+        generator = torch.Generator().manual_seed(consumed_samples + microbatch)
+        shape = (cfg.micro_batch_size, cfg.seq_length + 1)
+        window = torch.randint(0, cfg.vocab_size, shape, generator=generator)
+        positions = torch.arange(cfg.seq_length).expand(cfg.micro_batch_size, -1)
+        mask = torch.ones(cfg.micro_batch_size, cfg.seq_length)
+        return Batch(window[:, :-1], window[:, 1:], mask, positions)
+
+
+def configuration(args: argparse.Namespace, world_size: int, fields: dict[str, Any]) -> RunConfig:
+    """Return the settings of one contender."""
+    if args.fp8:
+        fields = {"fp8_format": "hybrid", "fp8_recipe": args.fp8, **fields}
+    return make_config(
+        world_size,
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_attention_heads=args.hidden // 64,
+        seq_length=args.seq,
+        vocab_size=args.vocab,
+        micro_batch_size=args.batch,
+        global_batch_size=args.batch,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        train_iters=1000,
+        lr=1e-4,
+        bf16=True,
+        device="cpu",
+        mock_data=True,
+        **fields,
+    )
+
+
+def measure(
+    rank: int, world_size: int, args: argparse.Namespace, names: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """Run the contenders in turn; return median seconds and last loss by name."""
+    steps = {}
+    for name, fields in names.items():
+        size = world_size if fields.get("tensor_model_parallel_size", 1) > 1 else 1
+        cfg = configuration(args, size, fields)
+        runtime = start(cfg, Launch(rank % size, size, rank % size, size))
+        source: Any = RandomTokens(cfg)
+        steps[name] = TrainStep(cfg, runtime, setup_model(cfg, runtime), source)
+    spent: dict[str, list[list[float]]] = {name: [] for name in names}
+    losses = {}
+    for iteration in range(1, args.steps + 2):
+        for name, step in steps.items():
+            if world_size > 1:
+                dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            losses[name] = step.run(iteration, (iteration - 1) * args.batch).loss
+            seconds = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu])
+            if world_size > 1:
+                dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            if iteration > 1:  # the first one warms up
+                spent[name].append(seconds.tolist())
+    found = {}
+    for name, pairs in spent.items():
+        wall, cpu = (statistics.median(times) for times in zip(*pairs, strict=True))
+        found[name] = {"s": wall, "cpu_s": cpu, "loss": losses[name]}
+    return found
+
+
+def rank_main(
+    rank: int,
+    world_size: int,
+    args: argparse.Namespace,
+    folder: str,
+    names: dict[str, dict[str, Any]],
+) -> None:
+    """Run one rank; the first one writes the result."""
+    torch.set_num_threads(1)
+    if world_size > 1:
+        store = dist.FileStore(f"{folder}/store", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    result = measure(rank, world_size, args, names)
+    if rank == 0:
+        Path(folder, "result").write_text(json.dumps(result), encoding="utf-8")
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def run(
+    world_size: int, args: argparse.Namespace, names: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """Fork the ranks and wait for them."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            rank_main,
+            args=(world_size, args, folder, names),
+            nprocs=world_size,
+            start_method="fork",
+        )
+        found: dict[str, dict[str, float]] = json.loads(Path(folder, "result").read_text("utf-8"))
+        return found
+
+
+def contenders(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the settings of what runs on several ranks."""
+    tp = {"tensor_model_parallel_size": args.ranks, "sequence_parallel": True}
+    found = {"twins": {}, "tp": tp, "tp_overlap": {**tp, "tp_comm_overlap": True}}
+    wanted = [name for name in args.only.split(",") if name] or list(found)
+    return {name: found[name] for name in wanted}
+
+
+def read_arguments() -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=4, help="sequences in one step")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--fp8", default="", choices=("", "delayed", "tensorwise"))
+    parser.add_argument("--only", default="", help="twins,tp,tp_overlap")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    args = read_arguments()
+    torch.set_num_threads(1)  # forked ranks of a parent with an OpenMP team would hang
+    found = run(1, args, {"one": {}}) | run(args.ranks, args, contenders(args))
+    base = found["one"]
+    header = f"{'contender':14}{'ms a step':>10}{'tokens/s':>10}{'one / it':>10}"
+    print(f"{header}{'cpu ms':>10}{'one / it':>10}{'loss':>9}")
+    for name, row in found.items():
+        print(
+            f"{name:14}{row['s'] * 1e3:10.1f}{args.batch * args.seq / row['s']:10.0f}"
+            f"{base['s'] / row['s']:10.2f}{row['cpu_s'] * 1e3:10.1f}"
+            f"{base['cpu_s'] / row['cpu_s']:10.2f}{row['loss']:9.4f}"
+        )
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(json.dumps({"settings": vars(args), "load": os.getloadavg()[0], "found": found}))
+
+
+if __name__ == "__main__":
+    main()
