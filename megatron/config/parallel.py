@@ -81,6 +81,35 @@ class ParallelConfig:
         False,
         help="Split sequences over the TP ranks outside the linear layers; off at TP 1.",
     )
+    tp_comm_overlap: bool = field(
+        False,
+        help="Let the linear layers multiply while sequence shards travel between the TP ranks.",
+    )
+    tp_comm_overlap_ag: bool = field(
+        True,
+        flags=("--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag"),
+        help="With --tp-comm-overlap: multiply gathered rows as they arrive.",
+    )
+    tp_comm_overlap_rs: bool = field(
+        True,
+        flags=("--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs"),
+        help="With --tp-comm-overlap: send parts of a row-parallel output as they are made.",
+    )
+    tp_comm_overlap_rs_dgrad: bool = field(
+        False,
+        help="With --tp-comm-overlap: send parts of a column-parallel input gradient as they are"
+        " made, instead of behind the weight gradient.",
+    )
+    tp_comm_bulk_dgrad: bool = field(
+        True,
+        flags=("--no-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-dgrad"),
+        help="With --tp-comm-overlap: gather the input again behind the input gradient's product.",
+    )
+    tp_comm_bulk_wgrad: bool = field(
+        True,
+        flags=("--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad"),
+        help="With --tp-comm-overlap: scatter the input gradient behind the weight gradient.",
+    )
     use_distributed_optimizer: bool = field(
         False,
         help="Spread masters and moments of the optimizer over the replicas (ZeRO-1).",

@@ -111,10 +111,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--async-save": ("Saving blocks the run in this release", "Remove it"),
     "--use-persistent-ckpt-worker": ("It belongs to --async-save", "Remove both"),
     "--async-strategy": ("It belongs to --async-save", "Remove both"),
-    "--tp-comm-overlap": (
-        "Communication is not overlapped with matrix products in this release",
-        "Remove it; the result is the same",
-    ),
     "--rampup-batch-size": (
         "The global batch has one size for the whole run",
         "Remove it and choose --global-batch-size",

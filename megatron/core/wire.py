@@ -71,8 +71,13 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 def _moves(kind: str, axis: Axis, x: torch.Tensor, part: str) -> bool:
     """Note a transfer; return whether anything is to move."""
+    return note(kind, axis, x.numel() * x.element_size(), part)
+
+
+def note(kind: str, axis: Axis, payload_bytes: int, part: str = "") -> bool:
+    """Note a transfer whose steps (`swap`) are not noted; return whether anything is to move."""
     if axis.log is not None:
-        axis.log.add(kind, axis.name, axis.size, x.numel() * x.element_size(), part)
+        axis.log.add(kind, axis.name, axis.size, payload_bytes, part)
     return not isinstance(axis.group, PaperGroup)
 
 
@@ -175,14 +180,47 @@ def exchange(
 ) -> Sequence[Pending]:
     """Start to send `x` to one global rank and to receive `arriving` from another, as one."""
     moves = [_moves(kind, axis, t, part) for kind, t in (("send", x), ("recv", arriving))]
-    if not all(moves):
-        return ()
+    return _exchange(x, arriving, axis, to, source, tag) if all(moves) else ()
+
+
+def _exchange(
+    x: torch.Tensor, arriving: torch.Tensor, axis: Axis, to: int, source: int, tag: int = 0
+) -> Sequence[Pending]:
     return dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, as_bytes(x), to, axis.group, tag),
             dist.P2POp(dist.irecv, as_bytes(arriving), source, axis.group, tag),
         ]
     )
+
+
+class Swap:
+    """Step k of a transfer in which every rank has something for every other.
+
+    In step k, from 1 to `axis.size - 1`, rank r sends to r + k and receives from r - k, so every
+    rank is busy with one message each way. All ranks start the same steps in the same order. Not
+    noted: see `note`.
+
+    Args:
+        x: Contiguous; what index `axis.rank + step` gets. Nobody may write to it before `wait`.
+        arriving: Contiguous; what index `axis.rank - step` sends.
+        axis: Ranks that take part.
+        step: `k`.
+    """
+
+    def __init__(self, x: torch.Tensor, arriving: torch.Tensor, axis: Axis, step: int) -> None:
+        to, source = (axis.ranks[(axis.rank + k) % axis.size] for k in (step, -step))
+        self._tensors = (x, arriving)  # a transport need not keep them alive
+        self._works = _exchange(x, arriving, axis, to, source)
+
+    def wait(self) -> None:
+        """Return when what arrives can be read and what was sent can be written to."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has taken place."""
+        return all(work.is_completed() for work in self._works)
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:

@@ -1,29 +1,148 @@
-"""Quantized tensors on the wire: bytes plus scale instead of high-precision values."""
+"""How a linear layer's rows travel between ranks that hold parts of a sequence.
+
+Quantized tensors travel as bytes; their scale is one that all ranks share. `Transfers` says when:
+here each transfer is waited for, `tensor_parallel.overlap` multiplies meanwhile.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.core.fp8.gemm import Operand, Product, ready
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
-from megatron.core.tensor_parallel.mappings import all_gather
+from megatron.core.tensor_parallel.mappings import all_gather, reduce_scatter
 
 
-def gather_rows(x: QuantizedTensor, axis: Axis) -> QuantizedTensor:
-    """Concatenate every rank's rows; the payload is one byte an element.
+def to_wire(rows: Operand) -> torch.Tensor:
+    """What is sent of `[rows, cols]`: bytes of a quantized tensor, else the tensor."""
+    if isinstance(rows, QuantizedTensor):
+        return rows.to_fp8().data.view(torch.uint8)
+    return rows.contiguous()
+
+
+def tensor_of(rows: Operand) -> torch.Tensor:
+    """The elements of `[rows, cols]`."""
+    return rows.data if isinstance(rows, QuantizedTensor) else rows
+
+
+def from_wire(sent: torch.Tensor, like: Operand) -> Operand:
+    """The rows that `sent` stands for, in the form (plain, held or FP8 type) of `like`."""
+    if not isinstance(like, QuantizedTensor):
+        return sent
+    rows = replace(like, data=sent.view(like.fmt.torch_dtype))
+    return rows.hold() if like.is_held else rows
+
+
+def gather_rows(rows: Operand, axis: Axis) -> Operand:
+    """Concatenate every rank's rows.
 
     Args:
-        x: This rank's `[rows, cols]`, quantized with one scale that all ranks share.
+        rows: This rank's `[rows, cols]`; if quantized, with one scale that all ranks share.
         axis: Ranks that take part.
 
     Returns:
-        `[rows * axis.size, cols]`, in the form (held or FP8 type) of `x`.
+        `[rows * axis.size, cols]`, in the form of `rows`.
     """
-    if axis.size == 1:
-        return x
-    wire = x.to_fp8()
-    codes = all_gather(wire.data.view(torch.uint8), axis)
-    whole = replace(wire, data=codes.view(x.fmt.torch_dtype))
-    return whole.hold() if x.is_held else whole
+    return rows if axis.size == 1 else from_wire(all_gather(to_wire(rows), axis), rows)
+
+
+class Transfers:
+    """Transfers and products one after the other.
+
+    A result that comes as a function is waited for when it is called, once.
+    """
+
+    def gather_then_multiply(
+        self, rows: Operand, axis: Axis, product: Product
+    ) -> tuple[torch.Tensor, Callable[[], Operand]]:
+        """Multiply every rank's rows.
+
+        Args:
+            rows: This rank's `[m, K]`.
+            axis: Ranks that hold the others.
+            product: What is done with them.
+
+        Returns:
+            `[m * axis.size, N]`, and all rows, `[m * axis.size, K]`.
+        """
+        whole = ready(gather_rows(rows, axis))
+        return product(whole), lambda: whole
+
+    def multiply_then_scatter(self, rows: Operand, axis: Axis, product: Product) -> torch.Tensor:
+        """Multiply all rows, sum the results over the ranks, keep this rank's part of them.
+
+        Args:
+            rows: `[m * axis.size, K]`.
+            axis: Ranks whose results are added.
+            product: Of one rank.
+
+        Returns:
+            `[m, N]`.
+        """
+        return reduce_scatter(product(rows), axis)
+
+    def start_input_grad(
+        self, rows: Operand, axis: Axis, product: Product
+    ) -> Callable[[], torch.Tensor]:
+        """As `multiply_then_scatter`, for an input gradient: other work may come before its end."""
+        dx = reduce_scatter(product(rows), axis)
+        return lambda: dx
+
+    def start_gather(self, rows: Operand, axis: Axis) -> Callable[[], Operand]:
+        """Fetch every rank's rows, `[m * axis.size, K]`; other work may come before they arrive."""
+        return lambda: gather_rows(rows, axis)
+
+
+PLAIN = Transfers()
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which rows a linear layer starts from and ends with.
+
+    Attributes:
+        gather: Axis over which the input's rows are split; the layer works on all of them.
+        scatter: Axis over which the output is summed; each rank keeps its part of the rows.
+        transfers: How they travel.
+    """
+
+    gather: Axis | None = None
+    scatter: Axis | None = None
+    transfers: Transfers = PLAIN
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing travels."""
+        return self.gather is None and self.scatter is None
+
+    def multiply(self, rows: Operand, product: Product) -> torch.Tensor:
+        """The layer's forward product."""
+        if self.gather is not None:
+            return self.transfers.gather_then_multiply(rows, self.gather, product)[0]
+        if self.scatter is not None:
+            return self.transfers.multiply_then_scatter(rows, self.scatter, product)
+        return product(rows)
+
+    def input_grad(
+        self, rows: Operand, product: Product
+    ) -> tuple[Callable[[], torch.Tensor], Callable[[], Operand]]:
+        """The product for the input's gradient, and the rows of the output's gradient.
+
+        Args:
+            rows: The output's gradient as autograd hands it over.
+            product: Of all its rows.
+
+        Returns:
+            The input's gradient, and all rows of the output's for the weight's gradient.
+        """
+        if self.scatter is not None:
+            dx, whole = self.transfers.gather_then_multiply(rows, self.scatter, product)
+            return lambda: dx, whole
+        if self.gather is not None:
+            return self.transfers.start_input_grad(rows, self.gather, product), lambda: rows
+        dx = product(rows)
+        return lambda: dx, lambda: rows

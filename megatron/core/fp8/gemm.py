@@ -11,6 +11,8 @@ inverse scales:
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import torch.nn.functional as F
 
@@ -35,6 +37,7 @@ def gemm_nt(
     bias: torch.Tensor | None = None,
     emulation: str = "fast",
     fast_accum: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`a @ b.T (+ bias)`.
 
@@ -45,17 +48,65 @@ def gemm_nt(
         bias: `[N]`, added before the result is rounded.
         emulation: `fast` or `exact`, for quantized operands without FP8 hardware.
         fast_accum: Hardware only: accumulate with less than full fp32 precision.
+        out: `[M, N]` in `out_dtype`, written to and returned.
 
     Returns:
         `[M, N]`.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         if not a.is_held and not b.is_held:
-            return _hardware(a, b, out_dtype, bias, fast_accum)
-        return _emulated(a, b, out_dtype, bias, emulation)
-    if isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
+            return _hardware(a, b, out_dtype, bias, fast_accum, out)
+        made = _emulated(a, b, out_dtype, bias, emulation)
+    elif isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
         raise TypeError(_MIXED)
-    return _plain(a, b, out_dtype, bias)
+    else:
+        made = _plain(a, b, out_dtype, bias, out)
+    return made.to(out_dtype) if out is None else _put(made, out)
+
+
+@dataclass(frozen=True)
+class Product:
+    """`gemm_nt` with everything but `a` and `out` decided, for products that share `b`.
+
+    Attributes:
+        b: `[N, K]`.
+        out_dtype: As in `gemm_nt`; so are the others.
+    """
+
+    b: Operand
+    out_dtype: torch.dtype
+    bias: torch.Tensor | None = None
+    emulation: str = "fast"
+    fast_accum: bool = False
+
+    def __call__(self, a: Operand, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`a @ b.T (+ bias)`, `[M, N]`."""
+        return gemm_nt(
+            a,
+            self.b,
+            out_dtype=self.out_dtype,
+            bias=self.bias,
+            emulation=self.emulation,
+            fast_accum=self.fast_accum,
+            out=out,
+        )
+
+    @property
+    def width(self) -> int:
+        """`N`."""
+        return self.b.shape[0]
+
+    def for_parts(self) -> Product:
+        """The same product for an `a` that comes in parts: `b` is not converted for each of them.
+
+        A row of the result does not depend on the other rows of `a`.
+        """
+        if isinstance(self.b, QuantizedTensor):
+            if not self.b.is_held:
+                return self
+            compute = _emulation_dtype(self.b.data, self.out_dtype, self.emulation)
+            return replace(self, b=replace(self.b, data=self.b.data.to(compute)))
+        return replace(self, b=self.b.to(_compute_dtype(self.b)))
 
 
 def gemm_nt_accumulate(
@@ -84,6 +135,20 @@ def gemm_nt_accumulate(
         out.add_(torch.mm(a.to(compute), b.to(compute).t()))
 
 
+def ready(a: Operand) -> Operand:
+    """`a` as it is multiplied here, so that several products share the conversion."""
+    if isinstance(a, QuantizedTensor):
+        return replace(a, data=a.data.to(ready_dtype(a)))
+    return a.to(ready_dtype(a))
+
+
+def ready_dtype(a: Operand) -> torch.dtype:
+    """The type of the elements of `ready(a)`."""
+    if isinstance(a, QuantizedTensor):
+        return _compute_dtype(a.data) if a.is_held else a.data.dtype
+    return _compute_dtype(a)
+
+
 def kernel_name(
     a: Fp8Format, b: Fp8Format, *, hardware: bool, emulation: str, device: torch.device
 ) -> str:
@@ -98,15 +163,34 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return gemm_dtype(x.dtype, x.device)
 
 
+def _emulation_dtype(held: torch.Tensor, out_dtype: torch.dtype, emulation: str) -> torch.dtype:
+    """In which type grid values are multiplied."""
+    fast = emulation == "fast" and out_dtype == torch.bfloat16
+    return _compute_dtype(held) if fast else torch.float32
+
+
+def _put(made: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return made if made is out else out.copy_(made)
+
+
 def _plain(
-    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
+    """In `out` if the product can be made there, else in the type that it was made in."""
     compute = _compute_dtype(a)
-    if compute == a.dtype == b.dtype:
-        return F.linear(a, b, bias).to(out_dtype)
-    # Widening is exact: the sum of the same products, rounded once.
-    wide_bias = None if bias is None else bias.to(compute)
-    return F.linear(a.to(compute), b.to(compute), wide_bias).to(out_dtype)
+    if not compute == a.dtype == b.dtype:
+        # Widening is exact: the sum of the same products, rounded once.
+        a, b = a.to(compute), b.to(compute)
+        bias = None if bias is None else bias.to(compute)
+    if out is None or not compute == out_dtype == out.dtype:
+        return F.linear(a, b, bias)
+    if bias is None:
+        return torch.mm(a, b.t(), out=out)
+    return torch.addmm(bias, a, b.t(), out=out)
 
 
 def _alpha(a: QuantizedTensor, b: QuantizedTensor) -> float | None:
@@ -129,17 +213,15 @@ def _emulated(
     emulation: str,
 ) -> torch.Tensor:
     a, b = a.hold(), b.hold()
-    compute = torch.float32
-    if emulation == "fast" and out_dtype == torch.bfloat16:
-        compute = _compute_dtype(a.data)
+    compute = _emulation_dtype(a.data, out_dtype, emulation)
     left, right = a.data.to(compute), b.data.to(compute).t()
     alpha = _alpha(a, b)
     if alpha is None:
         out = torch.mm(left, right).float().mul_(a.scale_inv).mul_(b.scale_inv)
-        return (out if bias is None else out.add_(bias.float())).to(out_dtype)
+        return out if bias is None else out.add_(bias.float())
     if bias is not None:
-        return torch.addmm(bias.to(compute), left, right, alpha=alpha).to(out_dtype)
-    return torch.addmm(left.new_zeros(1), left, right, beta=0, alpha=alpha).to(out_dtype)
+        return torch.addmm(bias.to(compute), left, right, alpha=alpha)
+    return torch.addmm(left.new_zeros(1), left, right, beta=0, alpha=alpha)
 
 
 def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
@@ -157,12 +239,14 @@ def _hardware(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
     fast_accum: bool,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """`torch._scaled_mm`, with zeros added to reach the multiples it needs."""
     (m, k), n = a.data.shape, b.data.shape[0]
     if m == 0 or k == 0:
-        out = torch.zeros(m, n, dtype=out_dtype, device=a.data.device)
-        return out if bias is None else out + bias
+        made = torch.zeros(m, n, dtype=out_dtype, device=a.data.device)
+        made = made if bias is None else made + bias
+        return made if out is None else _put(made, out)
     wide_k = -(-k // _ALIGNMENT) * _ALIGNMENT
     wide_n = -(-n // _ALIGNMENT) * _ALIGNMENT
     left = _padded(a.data, m, wide_k)
@@ -170,7 +254,9 @@ def _hardware(
     # The kernel adds a bias of the output's type; it has none for fp32 outputs.
     fuses = bias is not None and bias.dtype == out_dtype != torch.float32
     fused = F.pad(bias, (0, wide_n - n)) if bias is not None and fuses else None
-    out = torch._scaled_mm(
+    finished = n == wide_n and (bias is None or fuses)
+    arguments = {"out": out} if finished and out is not None else {}
+    made = torch._scaled_mm(
         left,
         right.t(),
         scale_a=a.scale_inv.reshape(()),
@@ -178,5 +264,10 @@ def _hardware(
         bias=fused,
         out_dtype=out_dtype,
         use_fast_accum=fast_accum,
-    )[:, :n]
-    return out if bias is None or fuses else out + bias
+        **arguments,
+    )
+    if finished:
+        return made
+    made = made[:, :n]
+    made = made if bias is None or fuses else made + bias
+    return made if out is None else _put(made, out)

@@ -10,6 +10,7 @@ Weight gradients accumulate into `weight.main_grad` where a parameter has that a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.capability import gemm_dtype
-from megatron.core.fp8.comm import gather_rows
-from megatron.core.fp8.gemm import Operand, gemm_nt, gemm_nt_accumulate
+from megatron.core.fp8.comm import PLAIN, Sharding, Transfers, gather_rows
+from megatron.core.fp8.gemm import Operand, Product, gemm_nt, gemm_nt_accumulate, ready
 from megatron.core.fp8.precision import LinearPrecision
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import Axis
-from megatron.core.tensor_parallel.mappings import all_gather, reduce_scatter
 
 
 def linear(
@@ -34,6 +34,8 @@ def linear(
     precision: LinearPrecision,
     *,
     gather: Axis | None = None,
+    scatter: Axis | None = None,
+    transfers: Transfers = PLAIN,
     is_first_microbatch: bool | None = None,
     after_backward: Callable[[], None] | None = None,
     later: WeightGradQueue | None = None,
@@ -44,11 +46,16 @@ def linear(
         x: `[..., in]`, any float type. With `gather`, this rank's part of the first dimension.
         weight: `[out, in]`. With an attribute `main_grad` (same shape) its gradient is added
             there and autograd gets none.
-        bias: `[out]` or None; `main_grad` as for the weight.
+        bias: `[out]` or None; `main_grad` as for the weight. None with `scatter`: it belongs
+            behind the sum.
         precision: How the layer computes.
         gather: Axis along which the first dimension of `x` is gathered (sequence parallelism).
             Quantized bytes travel, again in backward, where the input gradient is
             reduce-scattered.
+        scatter: Axis over which the output is summed; this rank keeps its part of the first
+            dimension. In backward the output gradient is gathered, as quantized bytes where both
+            products that read it are in FP8. Not together with `gather`.
+        transfers: How rows travel with `gather` or `scatter`.
         is_first_microbatch: Hint on weight caching; see `LinearPrecision.quantize_weight`.
         after_backward: Called when the FP8 backward of this call has finished.
         later: Takes the product of the weight's gradient while it is collecting, if there is a
@@ -57,18 +64,19 @@ def linear(
     Returns:
         `[..., out]` in the type of `weight`.
     """
-    if gather is not None and gather.size == 1:
-        gather = None
+    gather = None if gather is None or gather.size == 1 else gather
+    scatter = None if scatter is None or scatter.size == 1 else scatter
+    sharding = Sharding(gather, scatter, transfers)
     if precision.active:
         return _fp8_linear(
-            x, weight, bias, precision, gather, is_first_microbatch, after_backward, later
+            x, weight, bias, precision, sharding, is_first_microbatch, after_backward, later
         )
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
     native = gemm_dtype(weight.dtype, weight.device) == weight.dtype
-    if gather is None and native and not _accumulates(weight) and not _accumulates(bias):
+    if sharding.is_local and native and not _accumulates(weight) and not _accumulates(bias):
         return F.linear(x, weight, bias)
-    return _plain_linear(x, weight, bias, gather, later)
+    return _plain_linear(x, weight, bias, sharding, later)
 
 
 def _accumulates(parameter: torch.Tensor | None) -> bool:
@@ -80,10 +88,12 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _output_shape(x: torch.Tensor, width: int, gather: Axis | None) -> tuple[int, ...]:
+def _output_shape(x: torch.Tensor, width: int, sharding: Sharding) -> tuple[int, ...]:
     lead = list(x.shape[:-1])
-    if gather is not None:
-        lead[0] *= gather.size
+    if sharding.gather is not None:
+        lead[0] *= sharding.gather.size
+    if sharding.scatter is not None:
+        lead[0] //= sharding.scatter.size
     return (*lead, width)
 
 
@@ -109,25 +119,6 @@ def _weight_grad(
     return gemm_nt(dy_col, x_col, out_dtype=weight.dtype, emulation=emulation)
 
 
-def _now_or_later(
-    job: Callable[[], torch.Tensor | None], weight: torch.Tensor, later: WeightGradQueue | None
-) -> torch.Tensor | None:
-    """Compute a weight's gradient, or leave that to the queue."""
-    if later is None or not later.is_collecting or not _accumulates(weight):
-        return job()
-    later.put(weight, job)
-    return None
-
-
-def _input_grad(dx: torch.Tensor, ctx: Any) -> torch.Tensor:
-    """Back to the shape, shard and type of the input."""
-    if ctx.gather is not None:
-        shape = list(ctx.x_shape)
-        shape[0] *= ctx.gather.size
-        dx = reduce_scatter(dx.view(shape), ctx.gather)
-    return dx.view(ctx.x_shape).to(ctx.x_dtype)
-
-
 class _PlainLinear(torch.autograd.Function):
     """High precision, with gradient accumulation and gathering."""
 
@@ -137,45 +128,37 @@ class _PlainLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        gather: Axis | None,
+        sharding: Sharding,
         later: WeightGradQueue | None,
     ) -> torch.Tensor:
         local = _flat(x)
-        whole = _flat(all_gather(x, gather)) if gather is not None else local
         # The weight is saved too so that autograd notices if it is changed before the backward.
         ctx.save_for_backward(local if weight.requires_grad else None, weight)
         _keep_parameters(ctx, weight, bias)
-        ctx.gather, ctx.x_shape, ctx.x_dtype = gather, x.shape, x.dtype
-        ctx.later = later
-        y = gemm_nt(whole, weight, out_dtype=weight.dtype, bias=bias)
-        return y.view(_output_shape(x, weight.shape[0], gather))
+        ctx.sharding, ctx.later, ctx.x_shape, ctx.x_dtype = sharding, later, x.shape, x.dtype
+        y = sharding.multiply(local, Product(weight, weight.dtype, bias))
+        return y.view(_output_shape(x, weight.shape[0], sharding))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x = ctx.saved_tensors[0]
-        weight, bias = ctx.weight, ctx.bias
+        weight, bias, sharding = ctx.weight, ctx.bias, ctx.sharding
         dy = _flat(grad)
         dx = dw = db = None
+        queue = _open_queue(ctx)
+        fetch_x = _start_gather(ctx, x, queue)
+        finish_dx, fetch_dy = None, partial(_all_rows, dy, sharding.scatter)
         if ctx.needs_input_grad[0]:
-            dx = _input_grad(gemm_nt(dy, weight.t(), out_dtype=dy.dtype), ctx)
+            rows = ready(dy) if sharding.scatter is None and queue is None else dy
+            finish_dx, fetch_dy = sharding.input_grad(rows, Product(weight.t(), dy.dtype))
         if ctx.needs_input_grad[1]:
-            job = partial(_plain_weight_grad, dy, x, ctx.x_shape, weight, ctx.gather)
-            dw = _now_or_later(job, weight, ctx.later)
+            job = partial(_weight_grad_of, fetch_dy, fetch_x, weight)
+            dw = _now_or_later(job, weight, queue)
         if ctx.needs_input_grad[2]:
             db = _bias_grad(dy, bias)
+        if finish_dx is not None:
+            dx = finish_dx().view(ctx.x_shape).to(ctx.x_dtype)
         return dx, dw, db, None, None
-
-
-def _plain_weight_grad(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    x_shape: torch.Size,
-    weight: torch.Tensor,
-    gather: Axis | None,
-) -> torch.Tensor | None:
-    if gather is not None:
-        x = _flat(all_gather(x.view(x_shape), gather))
-    return _weight_grad(dy.t(), x.t(), weight, "fast")
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -188,25 +171,19 @@ class _Fp8Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         precision: LinearPrecision,
-        gather: Axis | None,
+        sharding: Sharding,
         hint: bool | None,
         after_backward: Callable[[], None] | None,
         later: WeightGradQueue | None,
     ) -> torch.Tensor:
         local = _flat(x)
-        quantized = precision.quantizer(Role.INPUT).rowwise(local, axis=gather)
-        whole = quantized if gather is None else gather_rows(quantized, gather)
+        quantized = precision.quantizer(Role.INPUT).rowwise(local, axis=sharding.gather)
         weight_row, weight_col = precision.quantize_weight(weight, hint)
         emulation = precision.state.emulation
-        y = gemm_nt(
-            whole,
-            weight_row,
-            out_dtype=weight.dtype,
-            bias=bias,
-            emulation=emulation,
-            fast_accum=True,
+        y = sharding.multiply(
+            quantized, Product(weight_row, weight.dtype, bias, emulation, fast_accum=True)
         )
-        ctx.precision, ctx.gather, ctx.emulation = precision, gather, emulation
+        ctx.precision, ctx.sharding, ctx.emulation = precision, sharding, emulation
         ctx.after_backward, ctx.later = after_backward, later
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.wgrad_in_fp8 = precision.decision.wgrad
@@ -215,49 +192,114 @@ class _Fp8Linear(torch.autograd.Function):
             saved_x = quantized if ctx.wgrad_in_fp8 else local.to(weight.dtype)
         _keep_parameters(ctx, weight, bias)
         _save_operands(ctx, saved_x, weight_col if ctx.needs_input_grad[0] else None)
-        return y.view(_output_shape(x, weight.shape[0], gather))
+        return y.view(_output_shape(x, weight.shape[0], sharding))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight_col = _saved_operands(ctx)
         weight, bias = ctx.weight, ctx.bias
-        precision: LinearPrecision = ctx.precision
         dy = _flat(grad)
         dx = dw = db = None
-        quantizer = precision.quantizer(Role.GRAD_OUTPUT)
-        dy_row: Any = None
-        if ctx.needs_input_grad[0] or (ctx.needs_input_grad[1] and ctx.wgrad_in_fp8):
-            dy_row = quantizer.rowwise(dy)
-        if ctx.needs_input_grad[0]:
-            dx = gemm_nt(dy_row, weight_col, out_dtype=weight.dtype, emulation=ctx.emulation)
-            dx = _input_grad(dx, ctx)
+        queue = _open_queue(ctx)
+        fetch_x = _start_gather(ctx, x, queue)
+        finish_dx, fetch_dy = _fp8_input_grad(ctx, dy, weight_col, queue is None)
         if ctx.needs_input_grad[1]:
-            kept = dy_row if ctx.wgrad_in_fp8 else dy
-            job = partial(_fp8_weight_grad, kept, x, weight, precision, ctx.gather)
-            dw = _now_or_later(job, weight, ctx.later)
+            job = partial(_fp8_weight_grad_of, fetch_dy, fetch_x, weight, ctx.precision)
+            dw = _now_or_later(job, weight, queue)
         if bias is not None and ctx.needs_input_grad[2]:
             db = _bias_grad(dy, bias)
+        if finish_dx is not None:
+            dx = finish_dx().view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.after_backward is not None:
             ctx.after_backward()
         return dx, dw, db, None, None, None, None, None
 
 
-def _fp8_weight_grad(
-    dy: Any,
-    x: Any,
+def _fp8_input_grad(
+    ctx: Any, dy: torch.Tensor, weight_col: QuantizedTensor | None, soon: bool
+) -> tuple[Callable[[], torch.Tensor] | None, Callable[[], Operand]]:
+    """Quantize the output's gradient and start on the input's.
+
+    Args:
+        ctx: Of the backward.
+        dy: The output's gradient as autograd hands it over, `[rows, out]`.
+        weight_col: `[in, out]`; None if the input wants no gradient.
+        soon: Whether the weight's gradient follows at once.
+
+    Returns:
+        The input's gradient, and all rows of the output's for the weight's gradient.
+    """
+    sharding, quantizer = ctx.sharding, ctx.precision.quantizer(Role.GRAD_OUTPUT)
+    plain: torch.Tensor | None = None
+    if ctx.needs_input_grad[1] and not ctx.wgrad_in_fp8:
+        # Both forms are needed whole. They travel as one, the wider one.
+        plain = tensor_of(_all_rows(dy, sharding.scatter))
+        sharding = replace(sharding, scatter=None)
+    if weight_col is None:
+        if plain is not None or not ctx.needs_input_grad[1]:
+            return None, lambda: dy if plain is None else plain
+        rows = quantizer.rowwise(dy, axis=sharding.scatter)
+        return None, partial(_all_rows, rows, sharding.scatter)
+    rows = quantizer.rowwise(dy if plain is None else plain, axis=sharding.scatter)
+    if sharding.scatter is None and soon:
+        rows = ready(rows)
+    product = Product(weight_col, ctx.weight.dtype, emulation=ctx.emulation)
+    finish_dx, fetch_dy = sharding.input_grad(rows, product)
+    return finish_dx, fetch_dy if plain is None else lambda: plain
+
+
+def _weight_grad_of(
+    fetch_dy: Callable[[], Operand], fetch_x: Callable[[], Operand], weight: torch.Tensor
+) -> torch.Tensor | None:
+    return _weight_grad(fetch_dy().t(), fetch_x().t(), weight, "fast")
+
+
+def _fp8_weight_grad_of(
+    fetch_dy: Callable[[], Operand],
+    fetch_x: Callable[[], Operand],
     weight: torch.Tensor,
     precision: LinearPrecision,
-    gather: Axis | None,
 ) -> torch.Tensor | None:
     """Of quantized operands, or of plain ones where the weight's gradient is not in FP8."""
+    dy, x = fetch_dy(), fetch_x()
     emulation = precision.state.emulation
-    if isinstance(dy, QuantizedTensor):
-        whole = x if gather is None else gather_rows(x, gather)
-        x_col = precision.quantizer(Role.INPUT).transposed(whole)
+    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor):
+        x_col = precision.quantizer(Role.INPUT).transposed(x)
         dy_col = precision.quantizer(Role.GRAD_OUTPUT).transposed(dy)
         return _weight_grad(dy_col, x_col, weight, emulation)
-    whole = x if gather is None else _flat(all_gather(x, gather))
-    return _weight_grad(dy.to(weight.dtype).t(), whole.t(), weight, emulation)
+    return _weight_grad(tensor_of(dy).to(weight.dtype).t(), x.t(), weight, emulation)
+
+
+def _now_or_later(
+    job: Callable[[], torch.Tensor | None], weight: torch.Tensor, queue: WeightGradQueue | None
+) -> torch.Tensor | None:
+    """Compute a weight's gradient, or leave that to the queue."""
+    if queue is None:
+        return job()
+    queue.put(weight, job)
+    return None
+
+
+def _open_queue(ctx: Any) -> WeightGradQueue | None:
+    """The queue that takes the weight's gradient; None to compute it at once."""
+    later: WeightGradQueue | None = ctx.later
+    if later is None or not later.is_collecting or not _accumulates(ctx.weight):
+        return None
+    return later
+
+
+def _start_gather(ctx: Any, x: Operand, queue: WeightGradQueue | None) -> Callable[[], Operand]:
+    """All rows of the layer's input: on their way, unless they are wanted later only."""
+    axis: Axis | None = ctx.sharding.gather
+    if axis is None or not ctx.needs_input_grad[1]:
+        return lambda: x
+    if queue is not None:
+        return partial(gather_rows, x, axis)
+    return ctx.sharding.transfers.start_gather(x, axis)
+
+
+def _all_rows(rows: Operand, axis: Axis | None) -> Operand:
+    return rows if axis is None else gather_rows(rows, axis)
 
 
 def _keep_parameters(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -37,8 +37,8 @@ class QuantizedTensor:
 
     @property
     def is_held(self) -> bool:
-        """Whether the grid values are held in bf16 instead of FP8 bytes."""
-        return self.data.dtype == torch.bfloat16
+        """Whether the grid values are held in bf16 (or wider) instead of FP8 bytes."""
+        return self.data.itemsize > 1
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The approximated tensor, in fp32 arithmetic, rounded once to `dtype`."""

@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_region,
 )
 from megatron.core.tensor_parallel.norm_functions import layer_norm, rms_norm
+from megatron.core.tensor_parallel.overlap import transfers_of
 
 if TYPE_CHECKING:
     from megatron.core.build import Build
@@ -39,6 +40,8 @@ class _ShardedLinear(nn.Module):
 
     Expert layers are split over `etp` and do not communicate: their dispatcher does.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -56,12 +59,30 @@ class _ShardedLinear(nn.Module):
         self.axis = Axis.single("etp") if is_expert else build.mesh.tp
         self.sequence_parallel = build.config.sequence_parallel and self.axis.size > 1
         self.precision = build.fp8.for_linear(build.path)
-        self._later = build.weight_grads
+        self._transfers, self._later = transfers_of(build.config), build.weight_grads
 
     @property
     def fp8_meta(self) -> Any:
         """Scales and amax histories of this layer, under Transformer Engine's keys."""
         return self.precision.fp8_meta
+
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        gather: Axis | None = None,
+        scatter: Axis | None = None,
+    ) -> torch.Tensor:
+        return linear(
+            x,
+            self.weight,
+            bias,
+            self.precision,
+            gather=gather,
+            scatter=scatter,
+            transfers=self._transfers,
+            later=self._later,
+        )
 
     def _parameter(self, shape: tuple[int, ...], build: Build) -> nn.Parameter:
         param = nn.Parameter(torch.empty(shape, dtype=build.params_dtype, device=build.device))
@@ -146,10 +167,9 @@ class ColumnParallelLinear(_ShardedLinear):
         """
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
-            y = linear(x, self.weight, bias, self.precision, gather=self.axis, later=self._later)
+            y = self._multiply(x, bias, gather=self.axis)
         else:
-            x = copy_to_region(x, self.axis)
-            y = linear(x, self.weight, bias, self.precision, later=self._later)
+            y = self._multiply(copy_to_region(x, self.axis), bias)
         if self.gather_output:
             y = gather_from_region(y, self.axis)
         return y, self.bias if self.skip_bias_add else None
@@ -291,10 +311,8 @@ class RowParallelLinear(_ShardedLinear):
             x = scatter_to_region(x, self.axis)
         alone = self.axis.size == 1 and not self.skip_bias_add
         bias = self.bias if alone else None
-        y = linear(x, self.weight, bias, self.precision, later=self._later)
-        if self.sequence_parallel:
-            y = reduce_scatter_along_first_dim(y, self.axis)
-        else:
+        y = self._multiply(x, bias, scatter=self.axis if self.sequence_parallel else None)
+        if not self.sequence_parallel:
             y = reduce_from_region(y, self.axis)
         if self.bias is not None and not alone and not self.skip_bias_add:
             y = y + self.bias

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron.core.fp8.linear import linear
 from megatron.core.shards import init_parameter, mark_sharded
 from megatron.core.tensor_parallel.mappings import copy_to_region
+from megatron.core.tensor_parallel.overlap import transfers_of
 from megatron.core.transformer.initialization import init_methods
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class OutputLayer(nn.Module):
         self.axis = build.mesh.tp
         self.sequence_parallel = config.sequence_parallel and self.axis.size > 1
         self.precision = build.fp8.for_linear(build.path)
+        self.transfers = transfers_of(config)
         self.weight = None
         if tied:
             return
@@ -69,5 +71,7 @@ class OutputLayer(nn.Module):
         if weight is None:
             raise TypeError("OutputLayer: a tied layer needs the word embedding's weight.")
         if self.sequence_parallel:
-            return linear(hidden, weight, None, self.precision, gather=self.axis)
+            return linear(
+                hidden, weight, None, self.precision, gather=self.axis, transfers=self.transfers
+            )
         return linear(copy_to_region(hidden, self.axis), weight, None, self.precision)

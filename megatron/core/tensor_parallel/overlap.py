@@ -1,0 +1,179 @@
+"""Transfers of a linear layer while it multiplies (`--tp-comm-overlap`).
+
+Rows travel between each two ranks, one message each way at a time. What runs meanwhile:
+
+| transfer | product | switch |
+|---|---|---|
+| gather: input forward, output gradient of a row-parallel layer | parts that are here | `ag` |
+| sum and scatter: row-parallel output | the parts for other ranks, then the own one | `rs` |
+| the same: input gradient of a column-parallel layer | the same, then the weight gradient | `rs_dgrad` |
+| gather: input again, for the weight gradient | the whole input gradient | `bulk_dgrad` |
+| sum and scatter: input gradient | the whole weight gradient | `bulk_wgrad` |
+
+Rows of a product do not depend on each other, and sums run in rank order, so nothing changes in the
+result of a CPU run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.core.fp8.comm import PLAIN, Transfers, from_wire, tensor_of, to_wire
+from megatron.core.fp8.gemm import Operand, Product, ready_dtype
+from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.mesh import Axis
+from megatron.core.tensor_parallel.mappings import (
+    PairwiseSum,
+    check_divisible,
+    start_gather_steps,
+)
+from megatron.core.wire import Pending
+
+if TYPE_CHECKING:
+    from megatron.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Overlapped(Transfers):
+    """Transfers behind products.
+
+    Attributes:
+        ag: Multiply rows as they arrive.
+        rs: Send results as they are made.
+        rs_dgrad: The same for input gradients; `bulk_wgrad` then has nothing left to do.
+        bulk_dgrad: Fetch the input again behind the input gradient.
+        bulk_wgrad: Send the input gradient behind the weight gradient.
+    """
+
+    ag: bool = True
+    rs: bool = True
+    rs_dgrad: bool = False
+    bulk_dgrad: bool = True
+    bulk_wgrad: bool = True
+
+    def gather_then_multiply(
+        self, rows: Operand, axis: Axis, product: Product
+    ) -> tuple[torch.Tensor, Callable[[], Operand]]:
+        """See the base class."""
+        if not self.ag:
+            return super().gather_then_multiply(rows, axis, product)
+        gathering = _Gathering(rows, axis)
+        product = product.for_parts()
+        count = rows.shape[0]
+        shape = (axis.size * count, product.width)
+        out = tensor_of(rows).new_empty(shape, dtype=product.out_dtype)
+        for index in gathering.order():
+            product(gathering.part(index), out[index * count : (index + 1) * count])
+        return out, gathering.whole
+
+    def multiply_then_scatter(self, rows: Operand, axis: Axis, product: Product) -> torch.Tensor:
+        """See the base class."""
+        if not self.rs:
+            return super().multiply_then_scatter(rows, axis, product)
+        return _send_parts(rows, axis, product).finish()
+
+    def start_input_grad(
+        self, rows: Operand, axis: Axis, product: Product
+    ) -> Callable[[], torch.Tensor]:
+        """See the base class."""
+        if self.rs_dgrad:
+            return _send_parts(rows, axis, product).finish
+        if self.bulk_wgrad:
+            partial = product(rows)
+            check_divisible(partial, axis, 0)
+            parts = partial.chunk(axis.size)
+            return PairwiseSum(parts[0], axis, parts).finish
+        return super().start_input_grad(rows, axis, product)
+
+    def start_gather(self, rows: Operand, axis: Axis) -> Callable[[], Operand]:
+        """See the base class."""
+        if not self.bulk_dgrad:
+            return super().start_gather(rows, axis)
+        return _Gathering(rows, axis).whole
+
+
+class _Gathering:
+    """Every rank's rows, arriving.
+
+    Args:
+        rows: This rank's `[m, K]`.
+        axis: Ranks that hold the others.
+    """
+
+    def __init__(self, rows: Operand, axis: Axis) -> None:
+        self._axis, self._rows, self._count = axis, rows, rows.shape[0]
+        local = to_wire(rows)
+        shape = (axis.size * local.shape[0], local.shape[1])
+        self._wire = torch.empty(shape, dtype=local.dtype, device=local.device)
+        self._steps: list[Pending] = start_gather_steps(local, self._wire, axis)
+        # What arrives is multiplied where it lies, or converted into here first.
+        dtype = ready_dtype(rows)
+        self._ready: torch.Tensor | None = None
+        if dtype.itemsize != local.dtype.itemsize:
+            self._ready = torch.empty(shape, dtype=dtype, device=local.device)
+        self._there: set[int] = set()
+
+    def order(self) -> list[int]:
+        """Indices of the ranks in the order in which their rows arrive, the own one first."""
+        return [(self._axis.rank - step) % self._axis.size for step in range(self._axis.size)]
+
+    def part(self, index: int) -> Operand:
+        """Rows of one rank, `[m, K]`, ready to be multiplied; waits until they are there."""
+        span = slice(index * self._count, (index + 1) * self._count)
+        if index not in self._there:
+            step = (self._axis.rank - index) % self._axis.size
+            if step and self._steps:
+                self._steps[step - 1].wait()
+            if self._ready is not None:
+                rows = from_wire(self._wire[span], self._rows) if step else self._rows
+                self._ready[span] = tensor_of(rows)
+            self._there.add(index)
+        return self._like_own(span)
+
+    def whole(self) -> Operand:
+        """All rows, `[m * axis.size, K]`, ready to be multiplied."""
+        for index in self.order():
+            self.part(index)
+        return self._like_own(slice(None))
+
+    def _like_own(self, span: slice) -> Operand:
+        if self._ready is None:
+            return from_wire(self._wire[span], self._rows)
+        if isinstance(self._rows, QuantizedTensor):
+            return replace(self._rows, data=self._ready[span])
+        return self._ready[span]
+
+
+def _send_parts(rows: Operand, axis: Axis, product: Product) -> PairwiseSum:
+    """Multiply the rows of each rank and send them there; the own ones come last."""
+    check_divisible(tensor_of(rows), axis, 0)
+    product = product.for_parts()
+    count = rows.shape[0] // axis.size
+    like = tensor_of(rows).new_empty((count, product.width), dtype=product.out_dtype)
+    total = PairwiseSum(like, axis)
+    for index in total.order():
+        total.send(index, product(_rows_of(rows, index * count, count)))
+    return total
+
+
+def _rows_of(rows: Operand, start: int, count: int) -> Operand:
+    if isinstance(rows, QuantizedTensor):
+        return replace(rows, data=rows.data[start : start + count])
+    return rows[start : start + count]
+
+
+def transfers_of(config: RunConfig) -> Transfers:
+    """How the layers of a run transfer their rows."""
+    if not config.tp_comm_overlap:
+        return PLAIN
+    return Overlapped(
+        ag=config.tp_comm_overlap_ag,
+        rs=config.tp_comm_overlap_rs,
+        rs_dgrad=config.tp_comm_overlap_rs_dgrad,
+        bulk_dgrad=config.tp_comm_bulk_dgrad,
+        bulk_wgrad=config.tp_comm_bulk_wgrad,
+    )
