@@ -182,10 +182,9 @@ def _plain(
 ) -> torch.Tensor:
     """In `out` if the product can be made there, else in the type that it was made in."""
     compute = _compute_dtype(a)
-    if not compute == a.dtype == b.dtype:
-        # Widening is exact: the sum of the same products, rounded once.
-        a, b = a.to(compute), b.to(compute)
-        bias = None if bias is None else bias.to(compute)
+    # Widening is exact: the sum of the same products, rounded once.
+    a, b = a.to(compute), b.to(compute)
+    bias = None if bias is None else bias.to(compute)
     if out is None or not compute == out_dtype == out.dtype:
         return F.linear(a, b, bias)
     if bias is None:
