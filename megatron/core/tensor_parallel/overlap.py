@@ -10,8 +10,9 @@ Rows travel between each two ranks, one message each way at a time. What runs me
 | gather: input again, for the weight gradient | the whole input gradient | `bulk_dgrad` |
 | sum and scatter: input gradient | the whole weight gradient | `bulk_wgrad` |
 
-Rows of a product do not depend on each other, and sums run in rank order, so nothing changes in the
-result of a CPU run.
+Rows of a product do not depend on each other, and sums over ranks run in rank order, so the result
+is that of a CPU run without overlap, unless the BLAS adds up a row in another order when there are
+fewer rows (MKL does, up to 128). NCCL's own reduce-scatter has an order of its own.
 """
 
 from __future__ import annotations
