@@ -12,8 +12,8 @@ Contenders: `one` is one process (alone, before the others start); `twins` are a
 copies of it at once, which is what the machine allows at most; `tp` is TP with sequence
 parallelism; `tp_overlap` the same with --tp-comm-overlap. All have the same batch, so `one / tp` is
 the speedup. On a CPU the transport uses the same cores as the arithmetic: hidden is only the
-waiting. CPU time is that of the busiest rank, transport included; on a machine that others use, read
-the ratios of CPU time.
+waiting. CPU time is that of the busiest rank, transport included; on a machine that others use,
+read the ratios of CPU time.
 """
 
 from __future__ import annotations

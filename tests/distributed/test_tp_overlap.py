@@ -14,8 +14,16 @@ import pytest
 import torch
 from distpool import RankError, run_ranks
 
-from megatron.core.fp8 import DelayedScaling, Float8CurrentScaling, Fp8Policy, Fp8State, linear
-from megatron.core.fp8 import comm, gemm
+from megatron.core import wire
+from megatron.core.fp8 import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Fp8Policy,
+    Fp8State,
+    comm,
+    gemm,
+    linear,
+)
 from megatron.core.mesh import Axis, MeshSizes, ParallelState
 from megatron.core.tensor_parallel import mappings, overlap
 from megatron.core.tensor_parallel.mappings import reduce_scatter_along_first_dim
@@ -157,7 +165,7 @@ def test_each_switch_alone():
 def events(axis, *, kind, transfers, backward, recipe=None):
     """What a pass of a layer does, in order: `send`, `wait`, `multiply` with its rows."""
     log = []
-    start, wait, multiply = mappings.Exchange.__init__, mappings.Exchange.wait, gemm.gemm_nt
+    start, wait, multiply = wire.Swap.__init__, wire.Swap.wait, gemm.gemm_nt
     accumulate = gemm.gemm_nt_accumulate
 
     def logged_start(self, *args):
@@ -179,7 +187,7 @@ def events(axis, *, kind, transfers, backward, recipe=None):
     from megatron.core.fp8 import linear as function
 
     module = __import__(function.__module__, fromlist=["linear"])
-    mappings.Exchange.__init__, mappings.Exchange.wait = logged_start, logged_wait
+    wire.Swap.__init__, wire.Swap.wait = logged_start, logged_wait
     gemm.gemm_nt, module.gemm_nt_accumulate = logged_multiply, logged_accumulate
     try:
         state = Fp8State(Fp8Policy(recipe=recipe), params_dtype=torch.float32)
@@ -195,7 +203,7 @@ def events(axis, *, kind, transfers, backward, recipe=None):
             y.backward(torch.ones_like(y))
         return log
     finally:
-        mappings.Exchange.__init__, mappings.Exchange.wait = start, wait
+        wire.Swap.__init__, wire.Swap.wait = start, wait
         gemm.gemm_nt, module.gemm_nt_accumulate = multiply, accumulate
 
 
@@ -250,17 +258,17 @@ def by_hand(axis, recipe, *, wgrad, composed, dtype=torch.bfloat16):
 
 def quantized_gradient(rank, world):
     axis = tp_axis(rank, world)
-    sent, start = [], mappings.Exchange.__init__
+    sent, start = [], wire.Swap.__init__
 
-    def spy(self, axis, step, outgoing, incoming):
+    def spy(self, outgoing, *others):
         sent.append((str(outgoing.dtype), outgoing.numel()))
-        start(self, axis, step, outgoing, incoming)
+        start(self, outgoing, *others)
 
     for (name, recipe), wgrad in itertools.product(RECIPES.items(), (True, False)):
         composed = by_hand(axis, recipe, wgrad=wgrad, composed=True)
-        mappings.Exchange.__init__ = spy
+        wire.Swap.__init__ = spy
         found = by_hand(axis, recipe, wgrad=wgrad, composed=False)
-        mappings.Exchange.__init__ = start
+        wire.Swap.__init__ = start
         for one, other in zip(composed, found, strict=True):
             assert torch.equal(one, other), (name, wgrad)
         rows = SEQ // world * BATCH

@@ -145,7 +145,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     parts = (*x.shape[:dim], axis.size, x.shape[dim] // axis.size, *x.shape[dim + 1 :])
     local = x.reshape(parts).movedim(dim, 0).contiguous()
     if x.device.type == "cpu":
-        return PairwiseSum(local[0], axis, local).finish()
+        return PairwiseSum(local[0], axis, local.unbind()).finish()
     out = torch.empty(local.shape[1:], dtype=x.dtype, device=x.device)
     wire.reduce_scatter(out.view(-1), local.view(-1), axis)
     return out
@@ -194,8 +194,9 @@ class PairwiseSum:
                 self.send(index, addends[index])
 
     def order(self) -> list[int]:
-        """Indices of the ranks in the order in which `send` has to serve them; this one is last."""
-        return [(self._axis.rank + step) % self._axis.size for step in range(1, self._axis.size + 1)]
+        """Indices of the ranks in the order in which `send` serves them; this one is last."""
+        rank, size = self._axis.rank, self._axis.size
+        return [(rank + step) % size for step in range(1, size + 1)]
 
     def send(self, index: int, addend: torch.Tensor) -> None:
         """Start to send the contiguous `addend` to rank `index` of the axis, or keep it here."""

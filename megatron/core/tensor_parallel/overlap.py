@@ -2,13 +2,13 @@
 
 Rows travel between each two ranks, one message each way at a time. What runs meanwhile:
 
-| transfer | product | switch |
+| switch | transfer | product meanwhile |
 |---|---|---|
-| gather: input forward, output gradient of a row-parallel layer | parts that are here | `ag` |
-| sum and scatter: row-parallel output | the parts for other ranks, then the own one | `rs` |
-| the same: input gradient of a column-parallel layer | the same, then the weight gradient | `rs_dgrad` |
-| gather: input again, for the weight gradient | the whole input gradient | `bulk_dgrad` |
-| sum and scatter: input gradient | the whole weight gradient | `bulk_wgrad` |
+| `ag` | gather: input; output gradient of a row-parallel layer | of the rows that are here |
+| `rs` | sum and scatter: output of a row-parallel layer | of the rows that stay here |
+| `rs_dgrad` | the same: input gradient of a column-parallel layer | the same, then `dw` |
+| `bulk_dgrad` | gather: input of a column-parallel layer again, for `dw` | all of `dx` |
+| `bulk_wgrad` | sum and scatter: input gradient of a column-parallel layer | all of `dw` |
 
 Rows of a product do not depend on each other, and sums over ranks run in rank order, so the result
 is that of a CPU run without overlap, unless the BLAS adds up a row in another order when there are
