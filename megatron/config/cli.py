@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron.config import compat
+from megatron.config import compat, overlap_cfg
 from megatron.config.field import Spec
 from megatron.config.inherit import SavedConfig, inherit
 from megatron.config.problems import ConfigError, Problem
@@ -152,6 +152,38 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _load(path: str, flag: str) -> tuple[Any, list[Problem]]:
+    """Return what a YAML file holds, None for nothing, and why it cannot be read."""
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader), []
+    except OSError as error:
+        fix = "Check the path; it is relative to the current folder"
+        return None, [Problem((flag,), path, f"It cannot be read: {error.strerror}", fix)]
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = " ".join(str(error).split()).replace('"<unicode string>", ', "")
+        why = f"It is not YAML that can be read: {text}"
+        return None, [Problem((flag,), path, why, "Correct the file")]
+
+
+def read_overlap_cfg(
+    path: str, *, rs_dgrad: bool, fp8: bool
+) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
+    """Read a file for ``--tp-comm-overlap-cfg``.
+
+    Args:
+        path: A YAML file.
+        rs_dgrad: Whether --tp-comm-overlap-rs-dgrad is on.
+        fp8: Whether the run is in FP8.
+
+    Returns:
+        Settings by buffer and what is wrong with the file.
+    """
+    content, problems = _load(path, overlap_cfg.FLAG)
+    if not problems:
+        problems = list(overlap_cfg.check(content, path, rs_dgrad=rs_dgrad, fp8=fp8))
+    return {} if problems else content, problems
+
+
 def read_yaml(path: str) -> tuple[dict[str, Any], list[Problem]]:
     """Read one overlay.
 
@@ -161,21 +193,13 @@ def read_yaml(path: str) -> tuple[dict[str, Any], list[Problem]]:
     Returns:
         The settings and what is wrong with the file itself.
     """
-    try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        fix = "Check the path; it is relative to the current folder"
-        return {}, [Problem(("--config",), path, f"It cannot be read: {error.strerror}", fix)]
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        text = " ".join(str(error).split()).replace('"<unicode string>", ', "")
-        why = f"It is not YAML that can be read: {text}"
-        return {}, [Problem(("--config",), path, why, "Correct the file")]
+    content, problems = _load(path, "--config")
     if content is None:
-        return {}, []
+        return {}, problems
     if not isinstance(content, dict):
         why = "A settings file maps names to values"
         return {}, [Problem(("--config",), path, why, "Write lines like `num_layers: 8`")]
-    fields, problems = {}, []
+    fields = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if isinstance(value, dict):
@@ -241,6 +265,13 @@ def parse(
     reader = _Reader(world_size)
     reader.read(tokens)
     fields, origins = _layers(reader)
+    if isinstance(fields.get("tp_comm_overlap_cfg"), str):
+        _, problems = read_overlap_cfg(
+            fields["tp_comm_overlap_cfg"],
+            rs_dgrad=fields.get("tp_comm_overlap_rs_dgrad") is True,
+            fp8=fields.get("fp8_format") is not None,
+        )
+        reader.problems.extend(problems)
     inherited, notices = inherit(fields, saved_config)
     origins.update(dict.fromkeys(inherited, "checkpoint"))
     try:

@@ -110,6 +110,17 @@ class ParallelConfig:
         flags=("--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad"),
         help="With --tp-comm-overlap: scatter the input gradient behind the weight gradient.",
     )
+    tp_comm_overlap_cfg: str | None = field(
+        None,
+        help="With --tp-comm-overlap on Transformer Engine: YAML file with settings of its"
+        " userbuffers.",
+        fallback="Transformer Engine's own settings",
+    )
+    tp_comm_bootstrap_backend: str = field(
+        "nccl",
+        choices=("nccl", "mpi", "gloo"),
+        help="With --tp-comm-overlap on Transformer Engine: how ranks meet to share userbuffers.",
+    )
     use_distributed_optimizer: bool = field(
         False,
         help="Spread masters and moments of the optimizer over the replicas (ZeRO-1).",

@@ -111,6 +111,14 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--async-save": ("Saving blocks the run in this release", "Remove it"),
     "--use-persistent-ckpt-worker": ("It belongs to --async-save", "Remove both"),
     "--async-strategy": ("It belongs to --async-save", "Remove both"),
+    **{
+        f"--{off}-tp-comm-split-{what}": (
+            "Transformer Engine removed these overlaps in 1.6, in favour of others",
+            f"Use --no-tp-comm-overlap-{what}",
+        )
+        for off in ("no", "disable")
+        for what in ("ag", "rs")
+    },
     "--rampup-batch-size": (
         "The global batch has one size for the whole run",
         "Remove it and choose --global-batch-size",
@@ -216,7 +224,6 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
         "Use --grad-reduce-in-bf16, --exp-avg-dtype and --exp-avg-sq-dtype to save memory and time",
     ),
     (r"muon-|lion-|soap-", "That optimizer is", "Use --optimizer adam or sgd"),
-    (r"tp-comm-", "Overlapped communication is", "Remove it; the result is the same"),
     (
         r"non-persistent|async-|ckpt-convert|.*-ckpt-.*|ckpt-|replication|verify-integrity",
         "That way of checkpointing is",

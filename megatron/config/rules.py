@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config import (
     rules_data,
     rules_model,
+    rules_overlap,
     rules_parallel,
     rules_pipeline,
     rules_training,
@@ -16,7 +17,14 @@ from megatron.config.schema import flag_of
 __all__ = ["RULES", "ConfigError", "Problem", "check", "rule"]
 
 # The order in which problems are listed and documented.
-_LISTED = (rules_model, rules_parallel, rules_pipeline, rules_training, rules_data)
+_LISTED = (
+    rules_model,
+    rules_parallel,
+    rules_overlap,
+    rules_pipeline,
+    rules_training,
+    rules_data,
+)
 _MODULES = [m.__name__ for m in _LISTED]
 RULES.sort(key=lambda one: _MODULES.index(one.__module__))
 

@@ -80,6 +80,7 @@ class Runtime:
         launch: Rank and world size.
         started: `time.monotonic()` at the start.
         processes: The processes of all ranks; empty when there is only one.
+        tp_overlap: What `--tp-comm-overlap` overlaps and how; empty without it.
     """
 
     config: RunConfig
@@ -90,6 +91,7 @@ class Runtime:
     launch: Launch
     started: float
     processes: tuple[Process, ...] = ()
+    tp_overlap: str = ""
 
     def close(self) -> None:
         """Leave the process groups."""
@@ -255,6 +257,7 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
     Raises:
         MeshError: The processes cannot be arranged as asked.
         BackendUnavailable: The layer backend asked for cannot run here.
+        MegatronError: It cannot overlap as asked.
     """
     started = time.monotonic()
     launch = launch or read_launch()
@@ -278,9 +281,10 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
         launch.world_size,
         lambda ranks: dist.new_group(ranks, timeout=_timeout(cfg)),
     )
+    tp_overlap = backend.start_tp_overlap(cfg, mesh) if cfg.tp_comm_overlap else ""
     _seed(cfg, device)
     # A terminal shows lines as they come; a pipe to a log file must not hold them back either.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)
     processes = _introduce(mesh.world)
-    return Runtime(cfg, mesh, backend, reason, device, launch, started, processes)
+    return Runtime(cfg, mesh, backend, reason, device, launch, started, processes, tp_overlap)

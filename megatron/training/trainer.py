@@ -150,7 +150,7 @@ class Trainer:
 
     def _describe(self) -> None:
         """Show the settings, the memory estimate and the precision of every layer."""
-        cfg, parts = self.config, self.parts
+        cfg, parts, runtime = self.config, self.parts, self._runtime
         self.bus.emit(
             RunStart(
                 config=cfg.to_dict(),
@@ -163,6 +163,8 @@ class Trainer:
                 iteration=self.progress.iteration,
             )
         )
+        if runtime.tp_overlap:
+            self._say(f"tensor-parallel overlap: {runtime.tp_overlap}")
         weights, activations = (n / 2**20 for n in theoretical_bytes(cfg))
         self._say(
             f"Theoretical memory footprints: weight and optimizer={weights:.2f} MB, "

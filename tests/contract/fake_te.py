@@ -22,6 +22,11 @@ from megatron.core.backends.te_calls import Library, parse_version
 from tests.contract.te_sources import load_table, signature
 
 
+class UserBufferQuantizationMode(enum.Enum):
+    NONE = "none"
+    FP8 = "fp8"
+
+
 class Format(enum.Enum):
     HYBRID = (448.0, 57344.0)
     E4M3 = (448.0, 448.0)
@@ -46,6 +51,7 @@ class State:
     is_first_module: bool = False
     layers: dict[int, Any] = field(default_factory=dict)
     updates: list[str] = field(default_factory=list)
+    userbuffers: bool = False
 
 
 class FakeTransformerEngine:
@@ -140,7 +146,20 @@ class FakeTransformerEngine:
             given = self.bind("pytorch.fp8_autocast", **kwargs)
             return self._autocast(given["enabled"], given["fp8_recipe"], given["fp8_group"])
 
+        def initialize_ub(**kwargs: Any) -> None:
+            self.bind("pytorch.initialize_ub", **kwargs)
+            if self.state.userbuffers:
+                raise RuntimeError("UB communicators are already initialized.")
+            self.state.userbuffers = True
+
+        def destroy_ub() -> None:
+            self.bind("pytorch.destroy_ub")
+            self.state.userbuffers = False
+
         entry = {"autocast": autocast} if self.version >= (2, 9) else {"fp8_autocast": fp8_autocast}
+        entry |= {"initialize_ub": initialize_ub, "destroy_ub": destroy_ub}
+        if self.version >= (2, 8):
+            entry["UserBufferQuantizationMode"] = UserBufferQuantizationMode
         return SimpleNamespace(
             Linear=make_linear(self, "Linear", with_norm=False),
             LayerNormLinear=make_linear(self, "LayerNormLinear", with_norm=True),
@@ -190,6 +209,11 @@ class FakeLinearBase(nn.Module):
         super().__init__()
         given = self.fake.bind(f"{self.symbol}.__init__", *args, **kwargs)
         self.tp_size, self.parallel_mode = given["tp_size"], given["parallel_mode"]
+        if any(value for key, value in given.items() if key.startswith("ub_")):
+            if not self.fake.state.userbuffers:
+                raise AssertionError("initialize_ub() must be called before layer construction.")
+            if given.get("ub_name") is None:
+                raise AssertionError("Userbuffer name [string] is not set.")
         size_in, size_out = given["in_features"], given["out_features"]
         if self.parallel_mode == "column":
             size_out //= self.tp_size

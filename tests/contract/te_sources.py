@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 TABLES = Path(__file__).resolve().parents[1] / "golden" / "te_signatures"
-RELEASES = ("2.2.0", "2.8.0", "2.9.0", "2.14.1", "2.18.0", "2.20.2")
+RELEASES = ("2.2.0", "2.7.0", "2.8.0", "2.9.0", "2.14.1", "2.18.0", "2.20.2")
 PACKAGE = "transformer_engine"
 
 CALLABLES = {
@@ -34,6 +34,9 @@ CALLABLES = {
         "DotProductAttention": ("__init__", "forward"),
         "fp8_autocast": (),
         "autocast": (),
+        "initialize_ub": (),
+        "destroy_ub": (),
+        "UserBufferQuantizationMode": (),
     },
     "common.recipe": {
         "DelayedScaling": ("__init__",),
@@ -58,6 +61,7 @@ ATTRIBUTES = {
     "LayerNormLinear": _MODULE,
     "Float8CurrentScaling": ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"),
     "Format": ("HYBRID", "E4M3"),
+    "UserBufferQuantizationMode": ("FP8", "NONE"),
     "DelayedScalingRecipeState": ("scale", "amax_history"),
     "Float8Quantizer": ("scale", "amax"),
 }

@@ -46,7 +46,8 @@ class TestTables:
 
     def test_a_release_on_each_side_of_every_rename_is_among_them(self):
         minors = [te_calls.parse_version(v) for v in RELEASES]
-        for change in (te_calls.AUTOCAST_RENAMED, te_calls.MODULES_NAMED):
+        changes = (te_calls.AUTOCAST_RENAMED, te_calls.MODULES_NAMED, te_calls.UB_MODES)
+        for change in changes:
             assert change in minors
             assert (change[0], change[1] - 1) in minors
 

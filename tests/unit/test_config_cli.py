@@ -182,7 +182,7 @@ class TestFiles:
             ("model:\n  num_layers: 3", ["model", "not nested"]),
             ("- 3", ["maps names to values"]),
             ("a: [", ["not YAML"]),
-            ("tp_comm_overlap: true", ["--tp-comm-overlap", "matrix products"]),
+            ("tp_comm_overlap: true", ["--tp-comm-overlap", "whole matrices"]),
             ("lr: fast", ["--lr", "'fast' in", "a.yaml"]),
             ("fp8_recipe: mxfp8\nfp8_format: hybrid", ["MXFP8"]),
             ("world_size: 3", ["follows from other settings"]),

@@ -83,7 +83,7 @@ def test_accepted_with_one_notice(line):
         (("--overlap-p2p-communication-warmup-flush",), ["part of pipeline"]),
         (("--cp-comm-type", "a2a+p2p"), ["Two levels", "all_gather"]),
         (("--hierarchical-context-parallel-sizes", "2", "2"), ["in levels", "--cp-comm-type"]),
-        (("--tp-comm-overlap",), ["overlapped"]),
+        (("--no-tp-comm-split-ag",), ["removed", "--no-tp-comm-overlap-ag"]),
         (("--cuda-graph-impl", "local"), ["Only none"]),
         (("--batch-size", "3"), ["--micro-batch-size"]),
         (("--checkpoint-activations",), ["--recompute-granularity"]),
@@ -111,11 +111,11 @@ def test_refused_with_the_reason(tokens, words):
 
 def test_arity_decides_what_a_refused_flag_swallows():
     with pytest.raises(ConfigError) as caught:
-        parse(["--tp-comm-overlap", "stray", "--num-experts", "8", "9"])
+        parse(["--async-save", "stray", "--num-experts", "8", "9"])
     texts = [str(problem) for problem in caught.value.problems]
     assert [text.partition(":")[0] for text in texts] == [
         "stray",
-        "--tp-comm-overlap",
+        "--async-save",
         "9",
         "--num-experts",
     ]

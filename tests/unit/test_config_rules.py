@@ -12,6 +12,13 @@ from megatron.config.rules import RULES
 
 TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
 FP8 = {"fp8_format": "hybrid"}
+OVERLAP = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True}
+PARTS = (
+    "tp_comm_overlap_ag",
+    "tp_comm_overlap_rs",
+    "tp_comm_bulk_dgrad",
+    "tp_comm_bulk_wgrad",
+)
 DATA = {"data_path": ["a"], "tokenizer_type": "NullTokenizer", "vocab_size": 9}
 
 
@@ -55,6 +62,8 @@ REFUSED = [
         "--rope-scaling-factor",
         ["--use-rope-scaling"],
     ),
+    ({"tp_comm_overlap": True}, "--tp-comm-overlap", ["got 1", "whole matrices"]),
+    ({"tp_comm_overlap_cfg": "a"}, "--tp-comm-overlap-cfg", ["belongs to --tp-comm-overlap"]),
     ({"swiglu": True, "squared_relu": True}, "--swiglu", ["Remove one"]),
     ({"padded_vocab_size": 100, "vocab_size": 101}, "--padded-vocab-size", ["100 and 101"]),
     ({"fp16": True, "bf16": True}, "--fp16", ["--bf16", "Remove one"]),
@@ -445,6 +454,30 @@ REFUSED_ON_A_MESH = [
         "--seq-length",
         ["got 8", "Set --seq-length to 64"],
     ),
+    (
+        2,
+        {**OVERLAP, "sequence_parallel": False},
+        "--tp-comm-overlap",
+        ["alone", "Add --sequence-parallel"],
+    ),
+    (
+        2,
+        {**OVERLAP, **{name: False for name in PARTS}},
+        "--tp-comm-overlap",
+        ["--no-tp-comm-overlap-ag", "Nothing is left"],
+    ),
+    (
+        2,
+        {**OVERLAP, "transformer_impl": "local", "tp_comm_bootstrap_backend": "gloo"},
+        "--tp-comm-bootstrap-backend",
+        ["gloo and native", "transformer_engine"],
+    ),
+    (
+        2,
+        {**OVERLAP, "tp_comm_overlap": False, "tp_comm_overlap_rs_dgrad": True},
+        "--tp-comm-overlap-rs-dgrad",
+        ["got set", "Add --tp-comm-overlap"],
+    ),
 ]
 
 
@@ -489,6 +522,9 @@ def test_accepted(fields):
 
 
 ACCEPTED_ON_A_MESH = [
+    (2, OVERLAP),
+    (2, OVERLAP | dict.fromkeys(PARTS, False) | {"tp_comm_overlap_rs_dgrad": True}),
+    (2, OVERLAP | {"tp_comm_overlap": False, "tp_comm_bulk_wgrad": False}),
     (2, CP2),
     (8, {**CP2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
     (2, {**CP2, "cp_comm_type": ["a2a", "p2p"]}),
@@ -615,7 +651,14 @@ def test_every_rule_is_documented_and_exercised():
 
 def test_rules_are_listed_by_subject():
     modules = [one.__module__.rpartition("_")[2] for one in RULES]
-    assert list(dict.fromkeys(modules)) == ["model", "parallel", "pipeline", "training", "data"]
+    assert list(dict.fromkeys(modules)) == [
+        "model",
+        "parallel",
+        "overlap",
+        "pipeline",
+        "training",
+        "data",
+    ]
     assert len(list(dict.fromkeys(modules))) == len(
         [m for m, before in zip(modules, [None, *modules], strict=False) if m != before]
     )

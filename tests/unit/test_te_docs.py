@@ -72,6 +72,7 @@ def test_flags_that_the_page_calls_accepted(flags):
         "--overlap-param-gather",
         "--num-experts 8",
         "--tp-comm-overlap",
+        "--tp-comm-overlap --no-tp-comm-split-rs",
         "--fp8-format hybrid --fp8-param-gather",
         "--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 1",
         "--fp8-format hybrid --fp8-recipe mxfp8",

@@ -16,7 +16,9 @@ from torch import nn
 from megatron.core.shards import InitMethod
 
 if TYPE_CHECKING:
+    from megatron.config import RunConfig
     from megatron.core.build import Build
+    from megatron.core.mesh import ParallelState
 
 
 class ColumnLinear(Protocol):
@@ -123,6 +125,20 @@ class Backend(Protocol):
     @property
     def core_attention(self) -> CoreAttention:
         """Attention without its projections."""
+
+    def start_tp_overlap(self, config: RunConfig, mesh: ParallelState) -> str:
+        """Prepare for `--tp-comm-overlap`, before the first layer is built. Collective.
+
+        Args:
+            config: A configuration in which it is on.
+            mesh: The process mesh.
+
+        Returns:
+            What is overlapped and how, in words.
+
+        Raises:
+            MegatronError: This backend cannot do what the configuration asks for.
+        """
 
     def availability(self) -> tuple[bool, str]:
         """Whether the classes can run in this process, and the reason in words."""

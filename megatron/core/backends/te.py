@@ -10,14 +10,19 @@ import importlib
 import importlib.metadata
 from functools import lru_cache
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.core.backends import te_calls
+from megatron.core.backends import te_calls, te_overlap
 from megatron.core.backends.contract import ColumnLinear, CoreAttention, NormFactory, RowLinear
 from megatron.core.backends.te_calls import NEWEST_CHECKED, OLDEST, Library
 from megatron.core.backends.te_layers import LayerClasses, layer_classes
 from megatron.core.errors import BackendUnavailable, complaint
+
+if TYPE_CHECKING:
+    from megatron.config import RunConfig
+    from megatron.core.mesh import ParallelState
 
 DISTRIBUTIONS = ("transformer-engine", "transformer-engine-torch")
 INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
@@ -136,6 +141,15 @@ class TransformerEngineBackend:
         """Attention without its projections."""
         kind: CoreAttention = self.classes.attention
         return kind
+
+    def start_tp_overlap(self, config: RunConfig, mesh: ParallelState) -> str:
+        """Set up userbuffers, which has to happen before the first layer is built.
+
+        Raises:
+            ConfigError: `--tp-comm-overlap-cfg` is wrong.
+            MegatronError: The installed release cannot, or Transformer Engine refuses.
+        """
+        return te_overlap.start(self.library, config, mesh.tp)
 
     def availability(self) -> tuple[bool, str]:
         """Whether Transformer Engine can run here, and the reason in words."""

@@ -23,6 +23,8 @@ OLDEST = (2, 2)
 NEWEST_CHECKED = (2, 20)
 AUTOCAST_RENAMED = (2, 9)  # fp8_autocast(fp8_recipe=, fp8_group=) became autocast(recipe=, ...)
 MODULES_NAMED = (2, 9)  # modules take `name`, used in debug output
+UB_MODES = (2, 8)  # initialize_ub(use_fp8=) became initialize_ub(quantization_modes=)
+EXTERNAL_BUFFERS = (2, 7)  # userbuffers for the weight gradients of row-parallel layers
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Library:
         recipe: The module `transformer_engine.common.recipe`.
         manager: The class `FP8GlobalStateManager`.
         recipes: Recipe objects already made, by the project's recipe.
+        userbuffers: What the userbuffers were set up with; empty before.
     """
 
     version: tuple[int, int]
@@ -42,6 +45,7 @@ class Library:
     recipe: Any
     manager: Any
     recipes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    userbuffers: list[str] = field(default_factory=list, compare=False, repr=False)
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -233,3 +237,47 @@ def fp8_support(library: Library) -> tuple[bool, str]:
     """Whether this device runs Transformer Engine's FP8 GEMMs, and why not."""
     able, reason = library.manager.is_fp8_available()
     return bool(able), str(reason)
+
+
+def userbuffer_arguments(
+    library: Library,
+    *,
+    shape: list[int],
+    tp_size: int,
+    modes: tuple[bool, ...],
+    dtype: torch.dtype,
+    settings: dict[str, dict[str, Any]],
+    bootstrap_backend: str,
+) -> dict[str, Any]:
+    """Keyword arguments of `initialize_ub`.
+
+    Args:
+        library: Transformer Engine.
+        shape: `[rows, hidden]` of a layer's input, over all tensor-parallel ranks.
+        tp_size: Tensor-parallel ranks.
+        modes: For each set of buffers, whether FP8 bytes travel in it.
+        dtype: What travels otherwise.
+        settings: By buffer, the same for every set.
+        bootstrap_backend: How ranks meet.
+    """
+    arguments: dict[str, Any] = {
+        "shape": shape,
+        "tp_size": tp_size,
+        "dtype": dtype,
+        "ub_cfgs": settings or None,
+        "bootstrap_backend": bootstrap_backend,
+    }
+    if library.version < UB_MODES:
+        return {**arguments, "use_fp8": modes[0]}
+    kinds = library.pytorch.UserBufferQuantizationMode
+    return {**arguments, "quantization_modes": [kinds.FP8 if m else kinds.NONE for m in modes]}
+
+
+def initialize_userbuffers(library: Library, arguments: dict[str, Any]) -> None:
+    """Set userbuffers up; layers that use them are built after it."""
+    library.pytorch.initialize_ub(**arguments)
+
+
+def destroy_userbuffers(library: Library) -> None:
+    """Free all userbuffers."""
+    library.pytorch.destroy_ub()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron.core.backends import te_calls
+from megatron.core.backends import te_calls, te_overlap
 from megatron.core.backends.te_calls import Library
 from megatron.core.backends.te_scaling import BookBinding, fp8_region
 from megatron.core.errors import MegatronError, PrecisionError, complaint
@@ -150,10 +150,21 @@ class _TeLinear(_TeModule):
     _fp8_workspaces: Any
     _parallel_mode: str
 
-    def _arguments(self, build: Build, *, bias: bool, skip_bias_add: bool, is_expert: bool) -> Any:
+    def _arguments(
+        self,
+        build: Build,
+        *,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        buffer: str | None,
+    ) -> Any:
         """Keyword arguments of the library's constructor, for `super().__init__`."""
         axis = Axis.single("etp") if is_expert else build.mesh.tp
-        return te_calls.linear_arguments(
+        overlap = te_overlap.layer_arguments(
+            build.config, build.path, axis, by_column=self._parallel_mode == "column", buffer=buffer
+        )
+        return overlap | te_calls.linear_arguments(
             self.library,
             parallel_mode=None if is_expert else self._parallel_mode,
             tp_size=axis.size,
@@ -268,7 +279,9 @@ class _TeLinear(_TeModule):
 class TeColumnParallelLinear(_TeLinear):
     """`y = x W^T + b` with the output features split over the ranks.
 
-    Arguments are those of the native layer: `ColumnParallelLinear` in `tensor_parallel.layers`.
+    Arguments are those of the native layer, `ColumnParallelLinear` in `tensor_parallel.layers`, and
+    `tp_comm_buffer_name` (qkv or fc1): which userbuffers the layer uses with `--tp-comm-overlap`,
+    by default those that its path names.
     """
 
     _parallel_mode = "column"
@@ -285,11 +298,16 @@ class TeColumnParallelLinear(_TeLinear):
         is_expert: bool = False,
         gather_output: bool = False,
         partition_stride: int = 1,
+        tp_comm_buffer_name: str | None = None,
     ) -> None:
         parts = (build.mesh.etp if is_expert else build.mesh.tp).size * partition_stride
         share = equal_share(build.path, "output features", out_features, parts)
         arguments = self._arguments(
-            build, bias=bias, skip_bias_add=skip_bias_add, is_expert=is_expert
+            build,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            buffer=tp_comm_buffer_name,
         )
         arguments |= self._norm_arguments(build)
         local = share * partition_stride
@@ -334,7 +352,8 @@ class TeLayerNormColumnParallelLinear(TeColumnParallelLinear):
 class TeRowParallelLinear(_TeLinear):
     """`y = x W^T + b` with the input features split over the ranks.
 
-    Arguments are those of the native layer: `RowParallelLinear` in `tensor_parallel.layers`.
+    Arguments are those of the native layer, `RowParallelLinear` in `tensor_parallel.layers`, and
+    `tp_comm_buffer_name` (proj or fc2), as in `TeColumnParallelLinear`.
     """
 
     _parallel_mode = "row"
@@ -350,11 +369,16 @@ class TeRowParallelLinear(_TeLinear):
         skip_bias_add: bool = False,
         is_expert: bool = False,
         input_is_parallel: bool = True,
+        tp_comm_buffer_name: str | None = None,
     ) -> None:
         parts = (build.mesh.etp if is_expert else build.mesh.tp).size
         share = equal_share(build.path, "input features", in_features, parts)
         arguments = self._arguments(
-            build, bias=bias, skip_bias_add=skip_bias_add, is_expert=is_expert
+            build,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            buffer=tp_comm_buffer_name,
         )
         super().__init__(share if is_expert else in_features, out_features, **arguments)
         self.input_is_parallel = input_is_parallel

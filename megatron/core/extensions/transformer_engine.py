@@ -126,6 +126,8 @@ def _workshop(config: RunConfig) -> _Workshop:
             mesh = parallel_state.get_parallel_state()
         device = _device()
         backend, reason = resolve(config.transformer_impl, device)
+        if config.tp_comm_overlap:
+            backend.start_tp_overlap(config, mesh)
         # The build holds the configuration, so its id is not used again.
         _workshops[id(config)] = _Workshop(Build.root(config, mesh, backend, device), reason)
     return _workshops[id(config)]
@@ -153,8 +155,9 @@ def _placed(
     if build is not None:
         _say(build.backend, "the run's own choice")
         return build
-    options.pop("tp_comm_buffer_name", None)  # names a buffer of an overlap that is not used
     workshop = _workshop(config)  # type: ignore[arg-type]
+    if not isinstance(workshop.build.backend, TransformerEngineBackend):
+        options.pop("tp_comm_buffer_name", None)  # native layers overlap without buffers
     _check_group(name, options.pop("tp_group", None), workshop.build.mesh)
     _say(workshop.build.backend, workshop.reason)
     return workshop.next_build(name)

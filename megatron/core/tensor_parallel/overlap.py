@@ -178,3 +178,15 @@ def transfers_of(config: RunConfig) -> Transfers:
         bulk_dgrad=config.tp_comm_bulk_dgrad,
         bulk_wgrad=config.tp_comm_bulk_wgrad,
     )
+
+
+def parts_in_use(config: RunConfig) -> str:
+    """What `--tp-comm-overlap` overlaps in a run, by the names of its switches."""
+    names = {
+        "ag": config.tp_comm_overlap_ag,
+        "rs": config.tp_comm_overlap_rs,
+        "rs-dgrad": config.tp_comm_overlap_rs_dgrad,
+        "bulk-dgrad": config.tp_comm_bulk_dgrad,
+        "bulk-wgrad": config.tp_comm_bulk_wgrad and not config.tp_comm_overlap_rs_dgrad,
+    }
+    return ", ".join(name for name, on in names.items() if on)
