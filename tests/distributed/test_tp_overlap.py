@@ -8,11 +8,13 @@ random numbers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
 from distpool import RankError, run_ranks
+from parity import run_layout, worst
 
 from megatron.core import wire
 from megatron.core.fp8 import (
@@ -24,10 +26,11 @@ from megatron.core.fp8 import (
     gemm,
     linear,
 )
-from megatron.core.mesh import Axis, MeshSizes, ParallelState
+from megatron.core.mesh import MeshSizes, ParallelState
 from megatron.core.tensor_parallel import mappings, overlap
 from megatron.core.tensor_parallel.mappings import reduce_scatter_along_first_dim
 from megatron.core.tensor_parallel.overlap import Overlapped
+from tests.small_models import small_config
 
 SEQ, BATCH, IN, OUT = 16, 3, 32, 48
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -333,8 +336,71 @@ def test_sums_run_in_rank_order_with_one_rounding(world):
     run_ranks(sums, world, detail=False)
 
 
-def test_transfers_of_a_run():
-    from tests.small_models import small_config
+# -- whole models ---------------------------------------------------------------------------------
 
+OVERLAP = {"sequence_parallel": True, "tp_comm_overlap": True}
+LAYOUTS = {
+    "tp2": ({"tensor_model_parallel_size": 2}, 2),
+    "tp4": ({"tensor_model_parallel_size": 4, "tp_comm_overlap_rs_dgrad": True}, 4),
+    "tp2-pp2-recompute": (
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        4,
+    ),
+}
+FP8 = {
+    "fp8_format": "hybrid",
+    "fp8_amax_history_len": 16,
+    "fp8_amax_compute_algo": "max",
+    "fp8_emulation": "exact",
+    "kv_channels": 16,  # four ranks need matrices of multiples of 16
+    "micro_batch_size": 4,
+}
+
+
+@functools.cache
+def alone(fp8, steps):
+    return run_layout(FP8 if fp8 else {}, 1, steps)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_models_equal_one_process(layout):
+    fields, ranks = LAYOUTS[layout]
+    outcomes = run_layout(fields | OVERLAP, ranks, 2)
+    expected = alone(False, 2)
+    for outcome in outcomes:
+        # Only the order of fp32 additions differs between layouts.
+        assert worst(outcome.grads, expected.grads)[0] < 1e-5
+        assert worst(outcome.final, expected.final)[0] < 1e-5
+        assert outcome.losses == outcomes[0].losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_models_in_fp8_equal_one_process(layout):
+    fields, ranks = LAYOUTS[layout]
+    outcomes = run_layout(FP8 | fields | OVERLAP, ranks, 5)
+    expected = alone(True, 5)
+    for outcome in outcomes:
+        for path, state in expected.fp8.items():
+            for key, value in state.items():
+                # A sum in another order moves an amax by a bit at most.
+                torch.testing.assert_close(outcome.fp8[path][key], value, rtol=1e-6, atol=0)
+        # Such a bit may push a value over a boundary of the grid.
+        assert outcome.losses == outcomes[0].losses == pytest.approx(expected.losses, rel=1e-3)
+
+
+def test_transfers_of_a_run():
+    settings = {"tensor_model_parallel_size": 2, **OVERLAP}
     assert overlap.transfers_of(small_config()) is comm.PLAIN
-    assert comm.Sharding(Axis.single("tp")).is_local is False
+    assert overlap.transfers_of(small_config(2, **settings)) == Overlapped()
+    others = {
+        name: name != "tp_comm_overlap_rs"
+        for name in ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad")
+    }
+    expected = Overlapped(ag=True, rs=False, rs_dgrad=True)
+    assert overlap.transfers_of(small_config(2, **settings, **others)) == expected

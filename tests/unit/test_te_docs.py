@@ -45,7 +45,8 @@ def test_the_releases_are_those_of_the_code():
     oldest, newest = (".".join(map(str, v)) for v in (te_calls.OLDEST, te_calls.NEWEST_CHECKED))
     assert f"release {oldest} or newer" in text
     assert f"a release newer than {newest} runs" in text
-    assert len(RELEASES) == 6
+    assert len(RELEASES) == 7
+    assert "seven releases" in text
 
 
 @pytest.mark.parametrize(
