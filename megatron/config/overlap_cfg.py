@@ -113,9 +113,7 @@ def _check_settings(
         elif (key == "is_reduce_scatter" and value != scatters(buffer, settings)) or (
             key == "fp8_buf" and value != _bytes_travel(buffer, settings, bool(value))
         ):
-            yield Problem(
-                (FLAG,), got, f"It follows from {buffer} and its method", f"Remove {key}"
-            )
+            yield Problem((FLAG,), got, f"It follows from {buffer} and its method", f"Remove {key}")
 
 
 def scatters(buffer: str, settings: Mapping[str, Any]) -> bool:

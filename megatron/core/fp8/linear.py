@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.capability import gemm_dtype
-from megatron.core.fp8.comm import PLAIN, Sharding, Transfers, gather_rows
+from megatron.core.fp8.comm import PLAIN, Sharding, Transfers, gather_rows, tensor_of
 from megatron.core.fp8.gemm import Operand, Product, gemm_nt, gemm_nt_accumulate, ready
 from megatron.core.fp8.precision import LinearPrecision
 from megatron.core.fp8.recipe import Role
@@ -290,12 +290,12 @@ def _open_queue(ctx: Any) -> WeightGradQueue | None:
 
 def _start_gather(ctx: Any, x: Operand, queue: WeightGradQueue | None) -> Callable[[], Operand]:
     """All rows of the layer's input: on their way, unless they are wanted later only."""
-    axis: Axis | None = ctx.sharding.gather
-    if axis is None or not ctx.needs_input_grad[1]:
+    sharding: Sharding = ctx.sharding
+    if sharding.gather is None or not ctx.needs_input_grad[1]:
         return lambda: x
     if queue is not None:
-        return partial(gather_rows, x, axis)
-    return ctx.sharding.transfers.start_gather(x, axis)
+        return partial(gather_rows, x, sharding.gather)
+    return sharding.transfers.start_gather(x, sharding.gather)
 
 
 def _all_rows(rows: Operand, axis: Axis | None) -> Operand:
