@@ -352,6 +352,14 @@ LAYOUTS = {
         },
         4,
     ),
+    "tp2-pp2-zb": (
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "zb-h1",
+        },
+        4,
+    ),
 }
 FP8 = {
     "fp8_format": "hybrid",

@@ -209,6 +209,11 @@ class TestNative:
         words = NativeBackend().start_tp_overlap(config, mesh())
         assert words == "ag, rs, rs-dgrad, bulk-dgrad, in messages between each two of 2 ranks"
 
+    def test_put_off_weight_gradients_hide_nothing(self):
+        pipeline = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
+        config = small_config(world_size=4, **TP2, **pipeline, transformer_impl="native")
+        assert NativeBackend().start_tp_overlap(config, mesh()).startswith("ag, rs, in")
+
     @pytest.mark.parametrize(
         ("settings", "flag"),
         [

@@ -182,11 +182,13 @@ def transfers_of(config: RunConfig) -> Transfers:
 
 def parts_in_use(config: RunConfig) -> str:
     """What `--tp-comm-overlap` overlaps in a run, by the names of its switches."""
+    # Where weight gradients are put off, nothing of theirs runs beside the input gradients.
+    beside = config.pipeline_schedule != "zb-h1"
     names = {
         "ag": config.tp_comm_overlap_ag,
         "rs": config.tp_comm_overlap_rs,
         "rs-dgrad": config.tp_comm_overlap_rs_dgrad,
-        "bulk-dgrad": config.tp_comm_bulk_dgrad,
-        "bulk-wgrad": config.tp_comm_bulk_wgrad and not config.tp_comm_overlap_rs_dgrad,
+        "bulk-dgrad": config.tp_comm_bulk_dgrad and beside,
+        "bulk-wgrad": config.tp_comm_bulk_wgrad and beside and not config.tp_comm_overlap_rs_dgrad,
     }
     return ", ".join(name for name, on in names.items() if on)
