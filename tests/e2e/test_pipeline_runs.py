@@ -61,7 +61,7 @@ LAYOUTS = {
     "single": (1, []),
     "pp2": (2, PP2),
     "pp2-vpp2": (2, [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
-    "tp2-pp2": (4, [*PP2, *TP2, "--sequence-parallel"]),
+    "tp2-pp2": (4, [*PP2, *TP2, "--sequence-parallel", "--tp-comm-overlap"]),
     "pp2-dp2": (4, [*PP2, *SHARDED]),
 }
 
@@ -87,6 +87,8 @@ def test_another_layout_goes_on(trained, source, target):
     after = run(ranks, flags)
     assert len(after.losses()) == 2
     assert "FP8 state:" not in after.out  # nothing was dropped
+    said = after.lines("tensor-parallel overlap: ag, rs, bulk-dgrad, bulk-wgrad")
+    assert len(said) == ("--tp-comm-overlap" in layout)
     # A sum in another order can push a value over a boundary of the FP8 grid.
     assert after.losses() == pytest.approx(before.losses()[4:], abs=5e-3)
     assert validation(after) == pytest.approx(validation(before), abs=5e-3)
