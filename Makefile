@@ -11,13 +11,17 @@ else
 PIP_INSTALL += -c constraints.txt
 endif
 
-.PHONY: quickstart test lint docs bench clean
+.PHONY: quickstart test parity lint docs bench clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python tools/quickstart.py
 
 test: $(VENV)/.dev lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Every layout against one process; CI runs a covering subset of it.
+parity: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parity_matrix.py $(PARITY_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from megatron.training.parity.outcome import Outcome, errors, train
 from megatron.training.parity.ranks import compile_kernels
 from megatron.training.parity.source import SyntheticSource
 
-__all__ = ["BASE", "Outcome", "SyntheticSource", "run_layout", "worst"]
+__all__ = ["BASE", "Outcome", "SyntheticSource", "different", "mean_error", "run_layout", "worst"]
 
 BASE: dict[str, Any] = {
     "num_layers": 2,
@@ -67,3 +67,21 @@ def worst(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> 
     """Largest error relative to the tensor's largest magnitude, and the name of that tensor."""
     found = errors(ours, reference, BASE["vocab_size"])
     return max((error, name) for name, error in found.items())
+
+
+def different(ours: Outcome, reference: Outcome, rtol: float = 0.0) -> set[tuple[str, str, int]]:
+    """(layer, key, column) of every scale or history of the first step that is not the same."""
+    found = set()
+    assert ours.fp8.keys() == reference.fp8.keys()
+    for path, entries in reference.fp8.items():
+        for key, expected in entries.items():
+            wrong = (ours.fp8[path][key] - expected).abs() > rtol * expected.abs()
+            columns = wrong.reshape(-1, wrong.shape[-1]).any(0).nonzero().flatten()
+            found |= {(path, key, column) for column in columns.tolist()}
+    return found
+
+
+def mean_error(ours: Outcome, reference: Outcome) -> float:
+    """Mean relative difference of the losses."""
+    pairs = list(zip(ours.losses, reference.losses, strict=True))
+    return sum(abs(a - b) / b for a, b in pairs) / len(pairs)

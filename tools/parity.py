@@ -81,7 +81,8 @@ def own_world_size(fields: Mapping[str, Any]) -> int:
     dense = tp * size("context_parallel_size")
     etp = size("expert_tensor_parallel_size") if fields.get("expert_tensor_parallel_size") else tp
     ep = size("expert_model_parallel_size")
-    return pp * (math.lcm(dense, etp * ep) if ep > 1 else dense)
+    replica = pp * (math.lcm(dense, etp * ep) if ep > 1 else dense)
+    return replica * size("num_distributed_optimizer_instances")
 
 
 def read_config(tokens: Sequence[str]) -> RunConfig:
@@ -148,21 +149,28 @@ def introduction(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def heading() -> str:
+def first_cells(plan: Plan, layout: str, ranks: object, precision: str) -> str:
+    """Return the beginning of a line of the table."""
+    width = max(12, *(len(one.text) + 2 for one in plan.layouts))
+    wide = max(len(one) + 2 for one in (*plan.precisions, "precision"))
+    return f"{layout:<{width}}{ranks:>5}  {precision:<{wide}}"
+
+
+def heading(plan: Plan) -> str:
     """Return the first line of the table."""
-    cells = [f"{'layout':<24}{'ranks':>5}  {'precision':<20}"]
-    return "".join([*cells, *(f"{name:>18}" for name in _COLUMNS), "  verdict"])
+    names = "".join(f"{name:>19}" for name in _COLUMNS)
+    return first_cells(plan, "layout", "ranks", "precision") + names + "  verdict"
 
 
-def row(result: Result, comparison: Comparison) -> str:
+def row(plan: Plan, result: Result, comparison: Comparison) -> str:
     """Return one line of the table: difference / band of each kind."""
     cells = []
     for name in _COLUMNS:
         measure = comparison.measures.get(name)
         text = "-" if measure is None else f"{measure.error:.1e} / {measure.band:.1e}"
-        cells.append(f"{text:>18}")
+        cells.append(f"{text:>19}")
     verdict = "same" if comparison.inside else "DIVERGES"
-    head = f"{result.layout:<24}{result.ranks:>5}  {comparison.precision:<20}"
+    head = first_cells(plan, result.layout, result.ranks, comparison.precision)
     return head + "".join(cells) + f"  {verdict}"
 
 
@@ -233,15 +241,15 @@ def run(plan: Plan, timeout: float) -> list[Result]:
     """Train everything, printing each result as it comes."""
     results = []
     print(introduction(plan), flush=True)
-    print(f"\n{heading()}", flush=True)
+    print(f"\n{heading(plan)}", flush=True)
     for result in check(plan, timeout):
         results.append(result)
         for comparison in result.comparisons:
-            print(row(result, comparison))
+            print(row(plan, result, comparison))
             for line in findings(comparison):
                 print(f"    {line}")
         for precision, text in result.failures:
-            print(f"{result.layout:<24}{result.ranks:>5}  {precision:<20} FAILED")
+            print(first_cells(plan, result.layout, result.ranks, precision) + "FAILED")
             print("\n".join(f"    {line}" for line in text.splitlines()))
         sys.stdout.flush()
     return results

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from distpool import run_ranks
-from parity import BASE, run_layout, worst
+from parity import BASE, different, mean_error, run_layout, worst
 
 from megatron.config import make_config
 from megatron.core.datasets.batch import Batch, cut_window
@@ -23,8 +23,6 @@ from tests.distributed.test_parity import (
     TP2,
     alone,
     assert_replicas_agree,
-    different,
-    mean_error,
 )
 
 CP2 = {"context_parallel_size": 2}

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from parity import Outcome, run_layout, worst
+from parity import Outcome, different, mean_error, run_layout, worst
 
 SP = {"sequence_parallel": True}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -94,23 +94,6 @@ DELAYED = {
     "fp8_amax_compute_algo": "max",
 }
 FP8_LAYOUTS = ("tp2", "tp2-sp", "dp2", "microbatch-of-8")
-
-
-def different(ours: Outcome, reference: Outcome, rtol: float = 0.0) -> set[tuple[str, str, int]]:
-    """(layer, key, column) of every scale or history of the first step that is not the same."""
-    found = set()
-    assert ours.fp8.keys() == reference.fp8.keys()
-    for path, entries in reference.fp8.items():
-        for key, expected in entries.items():
-            wrong = (ours.fp8[path][key] - expected).abs() > rtol * expected.abs()
-            columns = wrong.reshape(-1, wrong.shape[-1]).any(0).nonzero().flatten()
-            found |= {(path, key, column) for column in columns.tolist()}
-    return found
-
-
-def mean_error(ours: Outcome, reference: Outcome) -> float:
-    pairs = list(zip(ours.losses, reference.losses, strict=True))
-    return sum(abs(a - b) / b for a, b in pairs) / len(pairs)
 
 
 def assert_same_where_tensors_are(outcome: Outcome, expected: Outcome, layout: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from megatron.training.parity.judge import (
     compare_rounded,
 )
 from megatron.training.parity.layouts import Layout, one_process, parse_layout, usual_layouts
-from megatron.training.parity.outcome import Outcome, train
+from megatron.training.parity.outcome import Outcome, fingerprints, train
 from megatron.training.parity.ranks import RankError, compile_kernels, run_ranks
 from megatron.training.parity.shrink import (
     Model,
@@ -161,19 +160,12 @@ class _Trained:
         return Difference("", 0.0, 0.0)
 
 
-def _fingerprints(outcome: Outcome) -> dict[str, str]:
-    held: dict[str, str] = {"loss": repr(outcome.losses)}
-    for name, tensor in outcome.final.items():
-        held[name] = hashlib.blake2b(tensor.float().numpy().tobytes(), digest_size=16).hexdigest()
-    return held
-
-
 def _run_rank(
     rank: int, world_size: int, fields: Mapping[str, Any]
 ) -> tuple[Outcome | None, dict[str, str]]:
     cfg = make_config(world_size, **fields)
     outcome = train(cfg, Launch(rank, world_size, rank, world_size), last_grads=True)
-    return (outcome if rank == 0 else None), _fingerprints(outcome)
+    return (outcome if rank == 0 else None), fingerprints(outcome)
 
 
 def _trained(fields: Mapping[str, Any], ranks: int, timeout: float) -> _Trained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -184,6 +185,14 @@ def same_bits(one: Any, other: Any) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (one, other)))
+
+
+def fingerprints(outcome: Outcome) -> dict[str, str]:
+    """Return a digest of every final weight and of the losses; ranks that agree have the same."""
+    held = {"loss": repr(outcome.losses)}
+    for name, tensor in outcome.final.items():
+        held[name] = hashlib.blake2b(tensor.float().numpy().tobytes(), digest_size=16).hexdigest()
+    return held
 
 
 # -- comparison ---------------------------------------------------------------------------------

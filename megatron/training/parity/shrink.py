@@ -233,6 +233,8 @@ def shrink(cfg: RunConfig, model: Model, layouts: Sequence[Layout]) -> Model:
         "max_position_embeddings": sequence
         * (2 if cfg.max_position_embeddings >= 2 * cfg.seq_length else 1),
         "micro_batch_size": min(2, cfg.micro_batch_size),
+        "ddp_bucket_size": None,
+        "ddp_num_buckets": 3,  # or a small model would have one
     }
     if cfg.group_query_attention:
         sizes["num_query_groups"] = groups
