@@ -183,7 +183,7 @@ def findings(comparison: Comparison) -> list[str]:
         where = f" in {measure.name}" if measure.name != name else ""
         wanted = f"at most {measure.band:.1e}" if measure.band else "the same bits"
         what = measure.name if name == "copies" else f"{measure.error:.2e}{where}"
-        lines.append(f"{name}: {what}, accepted is {wanted}: {BANDS[name]}")
+        lines.append(f"{name}: {what}; accepted: {wanted}")
     outside = comparison.diverging
     if outside:
         lines.append(
@@ -194,6 +194,12 @@ def findings(comparison: Comparison) -> list[str]:
         if len(outside) > _SHOWN:
             lines.append(f"  ... and {len(outside) - _SHOWN} more")
     return lines
+
+
+def legend() -> str:
+    """Say what the columns are and why the bands are where they are."""
+    lines = [f"{name:<10} {text}" for name, text in BANDS.items()]
+    return "\n".join(["each cell: difference from one process / accepted band", *lines])
 
 
 def conclusion(plan: Plan, results: Sequence[Result], bad: Sequence[str]) -> str:
@@ -269,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_ARGUMENTS
     results = run(plan, args.timeout)
     bad = [result.layout for result in results if not result.inside]
-    print(f"\n{conclusion(plan, results, bad)} ({time.monotonic() - started:.0f} s)")
+    print(f"\n{legend()}\n\n{conclusion(plan, results, bad)} ({time.monotonic() - started:.0f} s)")
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(plan, results), indent=1, default=str) + "\n")
     return 1 if bad else 0

@@ -28,15 +28,15 @@ _ROUNDED_SCALE = 0.25  # a maximum is one element, which carries a gradient's wh
 _SMALL = 1e-2  # of the largest magnitude of all tensors: what counts as large in a small one
 
 BANDS = {
-    "loss": "mean loss of every step; fp32: sums in another order; below: roundings of the mean,"
-    " or three times what this precision costs one process",
-    "grad norm": "norm of the gradient in every step; as the loss",
-    "start": "initial weights depend on the seed alone: bit by bit",
-    "gradients": "fp32, first step: largest error of an element, sums in another order; below, last"
-    " step: root mean square, three times what this precision costs one process",
-    "weights": "after the last step, fp32 only: as the gradients they were made of",
-    "scales": "after the first step: of weights bit by bit; of others one element's noise",
-    "copies": "ranks that hold the same tensor hold the same bits",
+    "loss": "of every step. fp32: sums in another order; 16 and 8 bits: roundings of a mean, or"
+    " three times what this precision costs one process",
+    "grad norm": "of every step. As the loss",
+    "gradients": "fp32, first step: each element; sums in another order. 16 and 8 bits, last step:"
+    " root mean square; three times what this precision costs one process",
+    "weights": "after the last step, fp32 only. As the gradients that they were made of",
+    "scales": "after the first step. Of weights bit by bit; of others the noise of one element",
+    "start": "(shown if wrong) initial weights depend on the seed alone: bit by bit",
+    "copies": "(shown if wrong) ranks that hold the same tensor hold the same bits",
 }
 
 

@@ -233,8 +233,6 @@ def shrink(cfg: RunConfig, model: Model, layouts: Sequence[Layout]) -> Model:
         "max_position_embeddings": sequence
         * (2 if cfg.max_position_embeddings >= 2 * cfg.seq_length else 1),
         "micro_batch_size": min(2, cfg.micro_batch_size),
-        "ddp_bucket_size": None,
-        "ddp_num_buckets": 3,  # or a small model would have one
     }
     if cfg.group_query_attention:
         sizes["num_query_groups"] = groups
@@ -242,7 +240,10 @@ def shrink(cfg: RunConfig, model: Model, layouts: Sequence[Layout]) -> Model:
     if cfg.recompute_num_layers is not None:
         stage = max(1, layers // _lcm(layouts, "pp", "vpp"))
         sizes["recompute_num_layers"] = min(cfg.recompute_num_layers, stage)
-    return model.with_changes(Change(k, getattr(cfg, k), v) for k, v in sizes.items())
+    fields = {k: v for k, v in model.fields.items() if k != "ddp_bucket_size"}
+    fields["ddp_num_buckets"] = 3  # one bucket would hold all of a small model
+    changes = [Change(name, getattr(cfg, name), value) for name, value in sizes.items()]
+    return Model(fields, model.changes).with_changes(changes)
 
 
 def with_batch(cfg: RunConfig, model: Model, layouts: Sequence[Layout], steps: int) -> Model:
