@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron.config import ConfigError, make_config
+from megatron.config.cli import parse
 from megatron.config.schema import SPECS
 from megatron.core.errors import MeshError
 from megatron.training.parity.check import prepare
@@ -19,6 +22,7 @@ from megatron.training.parity.shrink import (
     with_batch,
 )
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 LARGE = {
     "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
     "group_query_attention": True, "num_query_groups": 8, "seq_length": 8192, "swiglu": True,
@@ -123,6 +127,7 @@ def test_nothing_grows():
         {"cp_comm_type": ("p2p", "all_gather") * 16},
         {"cp_comm_type": ("a2a",), "account_for_loss_in_pipeline_split": True, "num_layers": 31},
         {"num_query_groups": 32},
+        {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": True},
         {"micro_batch_size": 4, "global_batch_size": 12, "reset_attention_mask": True},
         {"fp16": True, "bf16": False, "fp8_format": None, "first_last_layers_bf16": False},
     ],
@@ -141,6 +146,15 @@ def test_small_models_fit_every_layout_that_the_large_one_fits(settings):
             assert (made.fp8_format is not None) == ("fp8" in precision)
             assert made.num_microbatches >= 2
             assert made.hidden_dropout == made.attention_dropout == made.clip_grad == 0
+
+
+@pytest.mark.parametrize("name", ["gpt3_126m", "gpt3_5b", "gpt3_175b", "llama3_8b"])
+def test_configurations_of_the_project_have_usual_layouts(name):
+    cfg, _ = parse(["--config", str(CONFIGS / f"{name}.yaml")], 32)
+    plan = prepare(cfg, None, steps=2)
+    assert {"tp2", "tp2sp", "pp2", "cp2", "dp2"} <= {layout.text for layout in plan.layouts}
+    assert plan.skipped == ()
+    assert plan.model.fields["hidden_size"] <= 256
 
 
 def test_what_the_large_model_cannot_do_is_refused():

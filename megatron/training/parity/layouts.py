@@ -67,9 +67,9 @@ _WITHOUT = (
     "grad_reduce_in_bf16",
     "ddp_bucket_size",
     "ddp_num_buckets",
-    "tp_comm_overlap",
     *_SWITCHES["norecompute"],
 )
+_OVERLAP_OF_SHARDS = "tp_comm_"  # settings of that name need sequence parallelism
 PIPELINE_ONLY = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
@@ -121,6 +121,8 @@ class Layout:
             settings = {k: v for k, v in settings.items() if k not in PIPELINE_ONLY}
         settings |= {_AXES[axis]: size for axis, size in self.sizes.items() if _AXES[axis]}
         settings |= self.extra
+        if self.size("tp") == 1 or not settings.get("sequence_parallel"):
+            settings = without_overlap(settings)
         return {k: v for k, v in settings.items() if v is not None}
 
     @property
@@ -131,7 +133,12 @@ class Layout:
 
 def one_process(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's settings for one process that does everything in the plainest way."""
-    return {k: v for k, v in fields.items() if k not in _WITHOUT}
+    return without_overlap({k: v for k, v in fields.items() if k not in _WITHOUT})
+
+
+def without_overlap(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without those of overlapped tensor-parallel communication."""
+    return {k: v for k, v in settings.items() if not k.startswith(_OVERLAP_OF_SHARDS)}
 
 
 def parse_layout(text: str) -> Layout:

@@ -32,6 +32,7 @@ _KEPT_TRAINING = (
 _PRECISION = ("bf16", "fp16", "loss_scale", "grad_reduce_in_bf16")
 _LEARNING_RATE = 0.01  # losses move, and rounding errors do not grow into another run
 _FP16_LOSS_SCALE = 256.0
+_TE_ONLY = ("tp_comm_overlap_cfg", "tp_comm_bootstrap_backend")
 
 # What is set, and why, where the configuration says otherwise.
 _NEUTRAL: tuple[tuple[str, Any, str], ...] = (
@@ -125,6 +126,8 @@ def neutral(cfg: RunConfig) -> Model:
     if cfg.transformer_impl == "transformer_engine":
         why = "Transformer Engine needs a GPU; the native backend follows its arithmetic"
         changes.append(Change("transformer_impl", cfg.transformer_impl, "native", why))
+    why = "it belongs to Transformer Engine"
+    changes += [Change(name, cfg.given[name], None, why) for name in _TE_ONLY if name in cfg.given]
     why = "it fits one layout only; a layout's text may name it behind a colon"
     changes += [Change(name, cfg.given[name], None, why) for name in BY_HAND if name in cfg.given]
     if cfg.fp16:
