@@ -15,6 +15,7 @@ from megatron.core.build import Build
 from megatron.core.fp8 import E4M3, E5M2, QuantizedTensor, gemm_nt, kernels
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.moments import fp8_storage, from_fp8, to_fp8
 from tests.small_models import LLAMA, batch, small_config
 
 CPU = torch.device("cpu")
@@ -50,6 +51,32 @@ def casts(device: torch.device, fmt: str, scale: float) -> dict[str, float]:
         "bytes_that_differ": int((here != there.to(CPU)).sum()),
         "amax_differs": int(not torch.equal(amax.to(CPU).view(()), expected.view(()))),
     }
+
+
+def moments(device: torch.device) -> dict[str, float]:
+    """Adam's moments in FP8: bytes that differ from the CPU's, and how far random rounding drifts.
+
+    The drift is the mean error over many draws, in the spread that it has by chance.
+    """
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(999, generator=generator)
+    values *= 2.0 ** torch.randint(-30, 30, (999,), generator=generator)
+    differ = 0
+    for squares in (False, True):
+        pairs = []
+        for where in (CPU, device):
+            source = (values.square() if squares else values).to(where)
+            codes, exponents = fp8_storage(source)
+            to_fp8(source, codes, exponents, squares)
+            pairs.append((codes.view(torch.uint8).to(CPU), exponents.to(CPU)))
+        differ += sum(int((a != b).sum()) for a, b in zip(*pairs, strict=True))
+    # 1.03 lies between 1 and 1.125.
+    source = torch.full((1 << 16,), 1.03, device=device)
+    codes, exponents = fp8_storage(source)
+    to_fp8(source, codes, exponents, False, torch.Generator(device).manual_seed(1))
+    mean = float(from_fp8(codes, exponents, source.shape, False).double().mean())
+    spread = 0.125 * (0.24 * 0.76 / source.numel()) ** 0.5
+    return {"bytes_that_differ": differ, "drift": abs(mean - 1.03) / spread}
 
 
 def quantize(x: torch.Tensor, fmt: str) -> QuantizedTensor:

@@ -24,6 +24,12 @@ def test_casts_are_bitwise_those_of_the_cpu(device, report, fmt, scale):
     assert report(cases.casts(device, fmt, scale)) == {"bytes_that_differ": 0, "amax_differs": 0}
 
 
+def test_moments_rest_as_on_the_cpu(device, report):
+    measured = report(cases.moments(device))
+    assert measured["bytes_that_differ"] == 0
+    assert measured["drift"] < 5
+
+
 # Hopper adds FP8 products in about 14 bits before it promotes them to fp32, and with fast
 # accumulation it never promotes: errors of 2**-13 of a partial sum, growing with the square root
 # of K / 32. A wrong scale, layout or format gives an error near one.

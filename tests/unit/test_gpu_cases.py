@@ -18,6 +18,12 @@ def test_casts(fmt):
     assert set(cases.casts(cases.CPU, fmt, 3.0).values()) == {0}
 
 
+def test_moments():
+    measured = cases.moments(cases.CPU)
+    assert measured["bytes_that_differ"] == 0
+    assert 0 < measured["drift"] < 5
+
+
 def test_all_bf16_values_are_there():
     values = cases.all_bf16_values()
     assert values.unique().numel() == 2**16 - 2 * 127 - 1  # NaNs became zero, and -0 equals 0
