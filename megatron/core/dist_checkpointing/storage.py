@@ -21,16 +21,22 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from megatron.core.dist_checkpointing.chunks import ChunkIndex, misplaced
 from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
 from megatron.core.errors import UnusableCheckpointError
 
 INDEX_FILE = ".metadata"
 _COPY_BYTES = 16 << 20
+_SHOWN = 3  # problems in a message
 
 
 @dataclass(frozen=True)
@@ -116,11 +122,28 @@ class ChecksumWriter(FileSystemWriter):
 
 
 class PlainPlanner(DefaultSavePlanner):
-    """DCP's planner for a flat mapping; ``BytesIO`` values are written as they are."""
+    """DCP's planner for a flat mapping; ``BytesIO`` values are written as they are.
+
+    Its own check of the blocks compares all with all, which takes minutes with many experts.
+    """
 
     def __init__(self) -> None:
         """Keys are final already: nothing is flattened or renamed."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Give each block to one of the ranks that offer it, and check that all are there."""
+        plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans))
+        problems = [
+            problem
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            for problem in misplaced(key, entry.size, entry.chunks)
+        ]
+        if problems:
+            raise ValueError(f"The blocks do not fit together: {'; '.join(problems[:_SHOWN])}")
+        self.global_plan, self.metadata = plans, metadata
+        return plans, metadata
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Write bytes unchanged instead of pickling the object that wraps them."""
@@ -200,6 +223,7 @@ class Reader:
         self._metadata = _read_index(directory / INDEX_FILE)
         self.tensors: dict[str, TensorEntry] = {}
         self.blobs: list[str] = []
+        self._chunks: dict[str, ChunkIndex] = {}
         for key, entry in self._metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 self.tensors[key] = TensorEntry(tuple(entry.size), entry.properties.dtype)
@@ -301,7 +325,9 @@ class Reader:
         shape = tuple(piece.local.shape)
         missing = volume(shape)
         copies = []
-        for chunk in entry.chunks:
+        if key not in self._chunks:
+            self._chunks[key] = ChunkIndex(entry.chunks)
+        for chunk in self._chunks[key].near(piece.offset, shape):
             box = overlap(piece.offset, shape, chunk.offsets, chunk.sizes)
             if box is None:
                 continue

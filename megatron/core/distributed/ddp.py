@@ -47,7 +47,7 @@ class DistributedDataParallel(nn.Module):
         reduce_dtype: Type of gradients on the wire.
         sharded: Whether each rank owns a range of every bucket (the distributed optimizer).
         bucket_size: Elements of one bucket; None for the default or for `num_buckets`.
-        num_buckets: About how many buckets to make of the dense parameters.
+        num_buckets: About how many buckets to make, of dense and expert parameters together.
         overlap_reduce: Reduce buckets during the last backward pass.
         overlap_gather: Gather parameters during the next forward pass; each module waits for its
             own.
