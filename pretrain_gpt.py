@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parse(tokens)  # prints and leaves, before torch is imported
     from megatron.core import parallel_state
     from megatron.training.checkpointing import with_checkpoint_args
+    from megatron.training.dry_run import dry_run
     from megatron.training.failures import Report
     from megatron.training.initialize import Launch, read_launch, start
     from megatron.training.providers import saved_config
@@ -34,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stdout if launch.rank == 0 else io.StringIO()):
             config, notices = parse(tokens, launch.world_size, saved_config)
         config = with_checkpoint_args(config)
+        if config.dry_run:
+            if launch.rank == 0:
+                dry_run(config, notices, print)
+            return report.exit_code
         runtime = start(config, launch)
         report.where, report.processes = runtime.mesh.label, runtime.processes
         parallel_state.install(runtime.mesh)

@@ -47,7 +47,8 @@ class Draft:
         for name, value in fields.items():
             self._take(name, value)
         self.values.update(self.given)
-        self.values["world_size"] = world_size
+        fake = self.values["fake_world_size"] if self.values["dry_run"] else None
+        self.values["world_size"] = fake if fake is not None and fake > 0 else world_size
 
     def _take(self, name: str, value: Any) -> None:
         spec = SPECS.get(name)

@@ -247,7 +247,11 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
         "",
     ),
     (r"otel-|one-logger|app-tag|run-workload", "That telemetry is", "Use --dllogger-json"),
-    (r"fake-process", "Fake process groups are", ""),
+    (
+        r"fake-process",
+        "Fake process groups are",
+        "Use --dry-run --fake-world-size N, which counts what would be sent",
+    ),
 )
 
 # (field, value) to (why, fix): values Megatron-LM has for flags that exist here.

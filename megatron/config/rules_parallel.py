@@ -29,6 +29,25 @@ def axes_exist(c: Draft) -> Iterator[Problem]:
 
 
 @rule
+def a_fake_world_is_on_paper(c: Draft) -> Iterator[Problem]:
+    """--fake-world-size belongs to --dry-run."""
+    size = c.fake_world_size
+    if size is None or "fake_world_size" in c.broken:
+        return
+    if not c.dry_run:
+        yield Problem(
+            ("--fake-world-size", "--dry-run"),
+            f"{size} without --dry-run",
+            "A run has the processes that the launcher started",
+            "Add --dry-run, or remove --fake-world-size",
+        )
+    if size < 1:
+        yield Problem(
+            ("--fake-world-size",), size, "A run has at least one process", "Use 1 or more"
+        )
+
+
+@rule
 def mesh_fills_the_world(c: Draft) -> Iterator[Problem]:
     """The number of processes is a multiple of TP * PP * CP."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

@@ -11,6 +11,15 @@ from megatron.config.field import field
 class RuntimeConfig:
     """Device, randomness and the process's housekeeping."""
 
+    dry_run: bool = field(
+        False,
+        help="Try the run out on paper: check everything, show memory and communication, leave.",
+    )
+    fake_world_size: int | None = field(
+        None,
+        help="With --dry-run: how many processes the run has.",
+        fallback="as many as the launcher started",
+    )
     device: str = field(
         "auto",
         choices=("auto", "cpu", "cuda"),

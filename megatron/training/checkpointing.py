@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -166,7 +166,9 @@ def save_checkpoint(
     return saved.directory
 
 
-def check_save(cfg: RunConfig, mesh: ParallelState, say: Say = print_line) -> None:
+def check_save(
+    cfg: RunConfig, mesh: ParallelState, say: Say = print_line, keep: bool = True
+) -> None:
     """Find out at the start, not hours later, whether ``--save`` can be written to.
 
     Every rank calls this.
@@ -175,6 +177,7 @@ def check_save(cfg: RunConfig, mesh: ParallelState, say: Say = print_line) -> No
         cfg: The configuration; without ``save`` nothing happens.
         mesh: The process mesh.
         say: Receives a warning when the run will replace checkpoints that it did not start from.
+        keep: Whether the directory may stay if it was not there.
 
     Raises:
         CheckpointError: On every rank, when the first one cannot write there.
@@ -182,7 +185,7 @@ def check_save(cfg: RunConfig, mesh: ParallelState, say: Say = print_line) -> No
     if cfg.save is None:
         return
     peers, root = Peers(mesh.world), Path(cfg.save)
-    peers.decide(lambda: place.check_writable(root))
+    peers.decide(lambda: place.check_writable(root, keep))
     if not peers.leads or (cfg.load is not None and Path(cfg.load).resolve() == root.resolve()):
         return
     before = place.committed(root)
@@ -311,6 +314,48 @@ def load_checkpoint(
     return True
 
 
+def check_load(
+    cfg: RunConfig,
+    model: Mapping[str, Sharded],
+    kinds: Iterable[str],
+    say: Say = print_line,
+) -> bool:
+    """Refuse what `load_checkpoint` refuses, from the checkpoint's index alone.
+
+    Reads no tensor and no checksum. Not collective.
+
+    Args:
+        cfg: The configuration; without ``load`` nothing happens.
+        model: Key -> blocks of every tensor of the model, over all ranks.
+        kinds: Kinds of optimizer state that each of them has.
+        say: Receives the lines to show.
+
+    Returns:
+        Whether there is a checkpoint.
+
+    Raises:
+        CheckpointError: Names what is missing or different.
+    """
+    if cfg.load is None:
+        return False
+    mesh = ParallelState.single()
+    peers = Peers(mesh.world)
+    found = _find(cfg, peers, say)
+    if found is None:
+        return False
+    reader = io.open_checkpoint(found.directory, peers, contents=False)
+    common = checkpoint_config.read_common(reader)
+    weights_only = cfg.finetune or found.iteration == place.RELEASE
+    loading = _Loading(cfg, mesh, peers, reader, common, weights_only, say)
+    for note in checkpoint_config.check_same_model(checkpoint_config.saved_settings(common), cfg):
+        say(note)
+    _check_tensors(loading, model, _stored(reader, schema.is_model_key), "the model", "")
+    if not (weights_only or cfg.no_load_optim):
+        state = {schema.optimizer_key(kind, key): x for kind in kinds for key, x in model.items()}
+        _check_optimizer_tensors(loading, state)
+    return True
+
+
 def with_checkpoint_args(cfg: RunConfig) -> RunConfig:
     """Return the configuration with the model's shape taken from the checkpoint.
 
@@ -389,13 +434,17 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
         else:
             named, owned = optimizer.loadable_state(), optimizer.owned_ranges
             state = schema.optimizer_state(named, model, mesh, stacking, owned)
-            stored = _stored(reader, lambda k: k.startswith(schema.OPTIMIZER_PREFIX))
-            hint = "pass --no-load-optim or --finetune to load the weights alone"
-            _check_tensors(loading, state, stored, "the optimizer", hint)
+            _check_optimizer_tensors(loading, state)
             num_bytes += loading.peers.attempt(lambda: reader.load(state))
             optimizer.finish_load()
             counts += f", {len(state)} optimizer tensors"
     loading.note(f"  loaded {counts}, {num_bytes / 1e6:.1f} MB on this rank, 0 missing")
+
+
+def _check_optimizer_tensors(loading: _Loading, state: Mapping[str, Sharded]) -> None:
+    stored = _stored(loading.reader, lambda k: k.startswith(schema.OPTIMIZER_PREFIX))
+    hint = "pass --no-load-optim or --finetune to load the weights alone"
+    _check_tensors(loading, state, stored, "the optimizer", hint)
 
 
 def _stored(reader: Reader, belongs: Callable[[str], bool]) -> dict[str, tuple[int, ...]]:

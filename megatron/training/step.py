@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,6 +16,7 @@ from megatron.core.datasets.source import Source
 from megatron.core.distributed.finalize import finalize_gradients
 from megatron.core.mesh import Axis
 from megatron.core.optimizer import StepResult
+from megatron.core.paper import numbers
 from megatron.core.pipeline_parallel.layout import checked_schedule
 from megatron.core.pipeline_parallel.p2p import Pipes
 from megatron.core.pipeline_parallel.runner import Runner
@@ -44,6 +46,13 @@ class StepOutcome:
         return math.isfinite(self.loss)
 
 
+class BatchSource(Protocol):
+    """Where microbatches come from; `Source` is one."""
+
+    def batch(self, consumed_samples: int, microbatch: int, dp_rank: int) -> Batch:
+        """Return one microbatch."""
+
+
 class Batches:
     """The microbatches of one step, each read once although several stages may need it.
 
@@ -52,7 +61,7 @@ class Batches:
         runtime: Mesh and device.
     """
 
-    def __init__(self, source: Source, runtime: Runtime) -> None:
+    def __init__(self, source: BatchSource, runtime: Runtime) -> None:
         self._source, self._device = source, runtime.device
         self._dp_rank, self._cp = runtime.mesh.dp.rank, runtime.mesh.cp
         self._consumed = 0
@@ -131,12 +140,20 @@ class TrainStep:
         runtime: Mesh and device.
         parts: Model, optimizer, scheduler, FP8 state.
         source: Training batches.
+        actions: What this rank does in a step; default what the configuration's schedule says.
 
     Attributes:
         iteration: Number of the iteration that was started last, 0 before the first.
     """
 
-    def __init__(self, cfg: RunConfig, runtime: Runtime, parts: Parts, source: Source) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        runtime: Runtime,
+        parts: Parts,
+        source: BatchSource,
+        actions: Sequence[Action] | None = None,
+    ) -> None:
         self.parts = parts
         self._mesh, self._device = runtime.mesh, runtime.device
         self._batches = Batches(source, runtime)
@@ -150,7 +167,7 @@ class TrainStep:
             self._before_backward,
             parts.weight_grads,
         )
-        self._actions = checked_schedule(cfg)[self._mesh.pp.rank]
+        self._actions = actions or checked_schedule(cfg)[self._mesh.pp.rank]
         self._last_backward = [a for a in self._actions if a.op is Op.B][-1]
         self.iteration = 0
         # [tokens, loss] summed over this rank's microbatches, later over the whole batch.
@@ -199,7 +216,7 @@ class TrainStep:
         """Sum gradients, tokens and losses over the replicas and normalise by the tokens."""
         sums = all_reduce_(self._sums, self._mesh.pp, part=LOSS)  # only the last stage has counted
         totals = finalize_gradients(self.parts.ddp, self._mesh, sums)
-        self._tokens, loss = totals.tolist()
+        self._tokens, loss = numbers(totals)
         self._loss = loss / max(self._tokens, 1.0)
 
     def sync_amax(self) -> None:

@@ -22,6 +22,7 @@ LEVELS = {
     "megatron.core.comm_log": 1,
     "megatron.core.files": 1,
     "megatron.core.mesh": 1,
+    "megatron.core.paper": 1,
     "megatron.core.wire": 1,
     "megatron.observe": 1,  # the package itself
     "megatron.observe.events": 1,

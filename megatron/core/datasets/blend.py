@@ -205,6 +205,9 @@ class BlendedDataset:
             )
         self.datasets, self.name, self.size = tuple(datasets), name, size
         self.weights = normalized(weights)
+        if any(part.config.planned for part in self.datasets):
+            self.counts = dataset_targets(self.weights, size)
+            return
         build: Callable[[], Arrays] = self._build
         arrays = (
             build()

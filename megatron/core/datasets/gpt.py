@@ -58,6 +58,7 @@ class SampleConfig:
         eod_mask_loss: No loss at end-of-document inputs.
         reset_position_ids: Positions restart after each end of document.
         reset_attention_mask: Attention stays inside documents.
+        planned: Whether datasets only say how many samples there will be; nothing can be read.
     """
 
     sequence_length: int
@@ -70,6 +71,7 @@ class SampleConfig:
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    planned: bool = False
 
 
 class GPTDataset:
@@ -104,7 +106,8 @@ class GPTDataset:
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         self._check_size()
         self.plan = EpochPlan.of(self.tokens_per_epoch, config.sequence_length, num_samples)
-        self.order = SampleOrder(**self._cached())
+        if not config.planned:
+            self.order = SampleOrder(**self._cached())
 
     def _check_size(self) -> None:
         need = self.config.sequence_length + 1
@@ -198,7 +201,7 @@ class GPTDataset:
         )
 
     def __len__(self) -> int:
-        return int(self.order.shuffle_index.size)
+        return self.plan.samples
 
     def window(self, index: int) -> npt.NDArray[np.int64]:
         """Return the ``sequence_length + 1`` tokens of a sample."""

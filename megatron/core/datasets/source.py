@@ -172,21 +172,12 @@ def build_sources(
     Raises:
         DataError: The data are unusable, or differ between ranks.
     """
-    targets = sample_targets(config)
     problem: DataError | None = None
     datasets: list[GPTDataset | BlendedDataset | None] = []
     try:
-        datasets = _build_datasets(config, tokenizer, targets)
+        datasets = _datasets(config, tokenizer)
     except DataError as error:
         problem = error
-    except OSError as error:
-        why = f"It cannot be read ({error.strerror}: {error.filename})"
-        fix = "Check the file and its rights"
-        problem = DataError(complaint("--data-path", " ".join(config.data_path), why, fix))
-    except MemoryError as error:
-        why = f"Their order does not fit into memory ({error})"
-        fix = "Lower --train-iters or --train-samples, or use a longer --seq-length"
-        problem = DataError(complaint("data", f"{targets[0]} training samples", why, fix))
     _agree(mesh.world, datasets, problem)
     sources = [
         None
@@ -202,8 +193,45 @@ def build_sources(
     return sources[0], sources[1], sources[2]
 
 
+def check_sources(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """Refuse what `build_sources` refuses, as far as that is known without an index.
+
+    Opens the files and counts samples; builds and writes nothing. Not collective.
+
+    Args:
+        config: The finished configuration.
+        tokenizer: The tokenizer the corpus was written with.
+
+    Returns:
+        What each split reads, in words, as `Source.report` says it.
+
+    Raises:
+        DataError: The data are unusable.
+    """
+    datasets = _datasets(config, tokenizer, planned=True)
+    return [dataset.report() for dataset in datasets if dataset is not None]
+
+
+def _datasets(
+    config: RunConfig, tokenizer: Tokenizer, planned: bool = False
+) -> list[GPTDataset | BlendedDataset | None]:
+    """Build the datasets of the three splits; whatever stops it is a DataError."""
+    targets = sample_targets(config)
+    try:
+        return _build_datasets(config, tokenizer, targets, planned)
+    except OSError as error:
+        why = f"It cannot be read ({error.strerror}: {error.filename})"
+        fix = "Check the file and its rights"
+        name, got = "--data-path", " ".join(config.data_path)
+        raise DataError(complaint(name, got, why, fix)) from error
+    except MemoryError as error:
+        why = f"Their order does not fit into memory ({error})"
+        fix = "Lower --train-iters or --train-samples, or use a longer --seq-length"
+        raise DataError(complaint("data", f"{targets[0]} training samples", why, fix)) from error
+
+
 def _build_datasets(
-    config: RunConfig, tokenizer: Tokenizer, targets: Sequence[int]
+    config: RunConfig, tokenizer: Tokenizer, targets: Sequence[int], planned: bool
 ) -> list[GPTDataset | BlendedDataset | None]:
     split = MOCK_SPLIT if config.mock_data else config.split
     shares = parse_split(split)
@@ -237,6 +265,7 @@ def _build_datasets(
         eod_mask_loss=config.eod_mask_loss,
         reset_position_ids=config.reset_position_ids,
         reset_attention_mask=config.reset_attention_mask,
+        planned=planned,
     )
     wanted = [target if share else 0 for share, target in zip(shares, targets, strict=True)]
     if config.mock_data:

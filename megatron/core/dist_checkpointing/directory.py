@@ -188,17 +188,24 @@ def _not_committed(name: str, directory: Path, previous: tuple[int, Path] | None
 # ------------------------------------------------------------------------------------- writing
 
 
-def check_writable(root: Path) -> None:
+def check_writable(root: Path, keep: bool = True) -> None:
     """Make the save directory and a file in it, which is removed again.
+
+    Args:
+        root: The directory.
+        keep: Whether directories made here may stay.
 
     Raises:
         CheckpointError: That is not possible.
     """
     probe = root / f".probe-{os.getpid()}"
     try:
+        new = [folder for folder in (root, *root.parents) if not folder.exists()]
         root.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"x")
         probe.unlink()
+        for folder in () if keep else new:
+            folder.rmdir()
     except OSError as error:
         raise _not_writable(root, error) from error
 

@@ -96,17 +96,18 @@ def _discard(tmp: Path, peers: Peers) -> None:
         place.discard(tmp)
 
 
-def open_checkpoint(directory: Path, peers: Peers) -> Reader:
+def open_checkpoint(directory: Path, peers: Peers, contents: bool = True) -> Reader:
     """Verify a checkpoint's files and open it.
 
     Args:
         directory: A committed checkpoint.
         peers: The ranks that call this together; they share the reading.
+        contents: Whether checksums are compared; otherwise only names and sizes are.
 
     Raises:
         CheckpointError: On every rank, naming the damaged files.
     """
-    problems = peers.attempt(lambda: place.verify(directory, peers.rank, peers.size))
+    problems = peers.attempt(lambda: place.verify(directory, peers.rank, peers.size, contents))
     everyone = sorted({p for part in peers.gather(problems) for p in part})
     if everyone:
         raise CheckpointError(peers.decide(lambda: place.damage(directory, everyone)))

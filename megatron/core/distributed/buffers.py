@@ -119,7 +119,9 @@ class Bucket:
         self.params = list(params)
         self._grads, self._values = grads, values
         self._axis, self._outer, self._reduce_dtype = axis, outer, reduce_dtype
-        self._own = _own_range(grads.numel(), axis) if values is not None else slice(None)
+        self._own = slice(None)
+        if values is not None:
+            self._own = _share(grads.numel(), axis.size, axis.rank)
         self._wire: torch.Tensor | None = None
         self._reducing: Pending | None = None
         self._is_inner_sum = False
@@ -216,9 +218,9 @@ class Bucket:
             torch.autograd.graph.increment_version(param)
 
 
-def _own_range(elements: int, axis: Axis) -> slice:
-    share = elements // axis.size
-    return slice(axis.rank * share, (axis.rank + 1) * share)
+def _share(elements: int, shards: int, rank: int) -> slice:
+    share = elements // shards
+    return slice(rank * share, (rank + 1) * share)
 
 
 class GradBuffer:
@@ -284,15 +286,17 @@ class GradBuffer:
             )
             for start, stop, first, last in layout.buckets
         ]
-        self._owned = self._find_owned(layout)
+        self._layout = layout
+        self._owned = self.ranges_of(axis.rank)
 
-    def _find_owned(self, layout: Layout) -> dict[nn.Parameter, FlatRange]:
-        """Intersect every parameter with this rank's range of its bucket."""
+    def ranges_of(self, rank: int) -> dict[nn.Parameter, FlatRange]:
+        """Return which elements of every parameter a rank of the axis owns: all if not sharded."""
         owned = {}
-        for start, stop, first, last in layout.buckets:
-            own = _own_range(stop - start, self.axis) if self.sharded else slice(0, stop - start)
+        shards = self.axis.size if self.sharded else 1
+        for start, stop, first, last in self._layout.buckets:
+            own = _share(stop - start, shards, rank if self.sharded else 0)
             for index in range(first, last):
-                param, offset = self.params[index], layout.offsets[index] - start
+                param, offset = self.params[index], self._layout.offsets[index] - start
                 low = min(max(own.start - offset, 0), param.numel())
                 high = max(min(own.stop - offset, param.numel()), low)
                 owned[param] = FlatRange(low, high)

@@ -98,8 +98,13 @@ def _adam(cfg: RunConfig, slots: list[Slot], groups: list[dict[str, Any]]) -> to
 
 def _sgd(cfg: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Build SGD; its momentum buffers start at zero, which equals the usual first step."""
+    on_paper = any(master.is_meta for group in groups for master in group["params"])
     inner = torch.optim.SGD(
-        groups, lr=cfg.lr, momentum=cfg.sgd_momentum, weight_decay=cfg.weight_decay, fused=True
+        groups,
+        lr=cfg.lr,
+        momentum=cfg.sgd_momentum,
+        weight_decay=cfg.weight_decay,
+        fused=not on_paper,  # its fused kernel has no shapes
     )
     if cfg.sgd_momentum:
         for group in inner.param_groups:

@@ -21,6 +21,7 @@ from megatron.core.mesh import Axis, ParallelState
 from megatron.core.optimizer.clip import clip_by_norm_, count_zeros, counts, global_norm
 from megatron.core.optimizer.compact import MOMENTS, CompactAdamW
 from megatron.core.optimizer.loss_scale import LossScale
+from megatron.core.paper import number
 from megatron.core.shards import FlatRange, replica_axis
 
 # Per-parameter optimizer state that has the parameter's shape.
@@ -90,7 +91,7 @@ class Slot:
     @property
     def is_own_master(self) -> bool:
         """Whether writing the master is writing the parameter."""
-        return self.master.data_ptr() == self.value.data_ptr()
+        return self.param.dtype == torch.float32  # no copy was made
 
 
 def _copies(slot: Slot, shards: ParamShards | None, mesh: ParallelState) -> Axis:
@@ -169,7 +170,7 @@ class MixedPrecisionOptimizer:
         if scale != 1.0 and self.slots:
             torch._foreach_mul_([s.grad for s in self.slots], 1.0 / scale)
         grads = [s.grad for s in self._counted]
-        return float(global_norm(grads, self._world, self._device))
+        return number(global_norm(grads, self._world, self._device))
 
     @torch.no_grad()
     def step(self, norm: float | None = None, *, skip: bool = False) -> StepResult:
@@ -191,7 +192,7 @@ class MixedPrecisionOptimizer:
         zeros = None
         if self._count_zeros:
             counted = [s.grad for s in self._counted]
-            zeros = int(count_zeros(counted, self._world, self._device))
+            zeros = int(number(count_zeros(counted, self._world, self._device)))
         self._update(grads)
         return StepResult(True, norm, zeros)
 
@@ -231,7 +232,7 @@ class MixedPrecisionOptimizer:
     def params_norm(self) -> float:
         """Return the global norm of the masters."""
         masters = [s.master for s in self._counted]
-        return float(global_norm(masters, self._world, self._device))
+        return number(global_norm(masters, self._world, self._device))
 
     @property
     def owned_ranges(self) -> dict[str, FlatRange]:

@@ -47,7 +47,9 @@ class RngStreams:
     ) -> None:
         mesh = mesh or ParallelState.single()
         self.seed = seed
-        self.device = torch.device(device)
+        # On paper nothing is drawn, and there are no generators.
+        on_paper = torch.device(device).type == "meta"
+        self.device = torch.device("cpu" if on_paper else device)
         self.position: tuple[int, int] = (0, 0)
         self._replica = (mesh.dp.rank, mesh.cp.rank)
         self._shard = mesh.tp.rank

@@ -81,6 +81,8 @@ def causal_attention(
         `[s, b, n * d]` in the dtype of `query`.
     """
     offset = key.shape[0] - query.shape[0]
+    if query.is_meta:
+        return _attention_on_paper(query, key, value)
     if not query.is_cuda:
         block = Block(scale, offset, starts, dropout, seed)
         return _chunked_attention(query, key, value, block)
@@ -140,6 +142,25 @@ def _library_attention(
             enable_gqa=g != n,
         )
     return context.permute(2, 0, 1, 3).reshape(s, b, n * d)
+
+
+class _AttentionOnPaper(torch.autograd.Function):
+    """What a fused kernel keeps: its inputs, its result and the logarithm of each row's sum."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        s, b, n, d = query.shape
+        context = query.new_empty(s, b, n * d)
+        sums = query.new_empty(b, n, s, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, context, sums)
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+_attention_on_paper: Callable[..., Tensor] = _AttentionOnPaper.apply
 
 
 class _ChunkedAttention(torch.autograd.Function):
@@ -320,7 +341,7 @@ class _Plan:
             1, min(_MAX_BATCH, _CHUNK_BYTES.get(kind, _ACCELERATOR_BYTES) // row_bytes)
         )
         self.generator: torch.Generator | None = None
-        if block.dropout > 0.0:
+        if block.dropout > 0.0 and not query.is_meta:
             self.generator = torch.Generator(query.device).manual_seed(block.seed)
         # Within a chunk, key j of the last `step` may come after query i of the `step` queries.
         later = torch.ones(self.step, self.step, dtype=torch.bool, device=query.device).triu(1)
@@ -333,7 +354,9 @@ class _Plan:
         return split.permute(1, 2, 0, 3, 4)
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
-        """Slices of (b, g) that are worked on together."""
+        """Slices of (b, g) that are worked on together; on paper none, for they only fill in."""
+        if self.device.type == "meta":
+            return
         # Sequences whose documents differ see different keys.
         some_b = 1 if self.block.starts is not None else max(1, self.batch // self.g)
         some_g = min(self.g, self.batch)

@@ -1,0 +1,93 @@
+"""A run on paper: everything that a real launch builds and checks, without the other processes.
+
+Parameters and activations are tensors without values (`meta`), ranks are built one at a time, and
+nothing is sent or written. What a real launch refuses is refused with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.core.backends.registry import resolve
+from megatron.core.datasets.source import check_sources
+from megatron.core.datasets.tokenizers import build_tokenizer
+from megatron.core.fp8 import PrecisionRow
+from megatron.core.mesh import ParallelState
+from megatron.observe.lines import precision_table
+from megatron.training import precision
+from megatron.training.checkpointing import check_load, check_save
+from megatron.training.dry_run import report
+from megatron.training.dry_run.checks import check_checkpoint, check_groups, check_samples
+from megatron.training.dry_run.ranks import World
+
+Say = Callable[[str], None]
+
+
+def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
+    """Try a run out on paper.
+
+    Args:
+        cfg: The finished configuration.
+        notices: Lines about it that the user should see.
+        say: Shows a line.
+
+    Raises:
+        MegatronError: What would stop the real run, as far as it can be known here.
+    """
+    for notice in notices:
+        say(f"NOTE: {notice}")
+    if cfg.device == "cpu":
+        resolve(cfg.transformer_impl, torch.device("cpu"))
+    tokenizer = build_tokenizer(cfg.data)
+    if cfg.padded_vocab_size is None:
+        cfg = cfg.replace(vocab_size=tokenizer.vocab_size)
+    _show(say, report.mesh_lines(cfg, check_groups(cfg)))
+    check_save(cfg, ParallelState.single(), say, keep=False)
+    world = World(cfg)
+    stored = check_checkpoint(world.stages, world.different)
+    check_load(cfg, stored.model, stored.kinds, say)
+    say(f"parameters: {stored.parameters:,} in {len(stored.model)} tensors")
+    _show_precision(cfg, world.precision_rows(), say)
+    check_samples(cfg)
+    _show(say, report.data_lines(cfg, check_sources(cfg, tokenizer)))
+    say(report.schedule_line(world))
+    say(report.checkpoint_line(stored))
+    classes = world.classes()
+    _show(say, report.memory_lines(classes))
+    _show(say, report.communication_lines(classes))
+    _show(say, ["not checked here:", *(f"  - {line}" for line in _unchecked(cfg))])
+    say("the dry run is done: nothing was found that would stop this run")
+
+
+def _show(say: Say, text: Iterable[str]) -> None:
+    for line in text:
+        say(line)
+
+
+def _show_precision(cfg: RunConfig, rows: list[PrecisionRow], say: Say) -> None:
+    say(precision_table(precision.summarize(rows).lines))
+    if not cfg.fp8_allow_fallback:
+        precision.refuse_fallback(rows)
+
+
+def _unchecked(cfg: RunConfig) -> Iterator[str]:
+    """Say what only the real run can find."""
+    if cfg.device == "cpu":
+        yield "this machine: whether so much memory is there (kernels on a CPU keep a little less)"
+    else:
+        yield "GPUs: whether they are there, their memory, FP8 in hardware (assumed)"
+        yield "the memory of CUDA, NCCL and the allocator's gaps, which comes on top"
+    if cfg.transformer_impl != "native" and cfg.device != "cpu":
+        yield (
+            "Transformer Engine: the figures are those of the native layers; its own keep about as "
+            "much and send about the same"
+        )
+    if cfg.world_size > 1:
+        yield "other machines: network, files that are not the same there"
+    if cfg.data_path:
+        yield "the corpus' tokens, and the index files, which the first real run builds"
+    if cfg.load is not None:
+        yield "the contents of the checkpoint's files"

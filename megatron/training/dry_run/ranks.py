@@ -1,0 +1,166 @@
+"""The ranks of a run on paper: which of them differ, and what each needs and sends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.config import RunConfig
+from megatron.core.fp8 import PrecisionRow
+from megatron.core.mesh import Axis
+from megatron.core.pipeline_parallel.layout import checked_schedule
+from megatron.training.communication import Row
+from megatron.training.dry_run.footprint import Footprint, footprint, optimizer_bytes
+from megatron.training.dry_run.trace import PaperRank, Peak, Trace, build_rank, paper_mesh
+
+_NUMBERS = (
+    (re.compile(r"(?<=\.)\d+(?=\.|$)"), "*"),  # decoder.layers.3.mlp
+    (re.compile(r"\(\d+\):"), "(*):"),  # print(model)
+    (re.compile(r"layer_number=\d+"), "layer_number=*"),
+)
+
+
+def _nameless(text: str) -> str:
+    """Leave the numbers of layers out."""
+    for pattern, star in _NUMBERS:
+        text = pattern.sub(star, text)
+    return text
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Ranks that need and send the same.
+
+    Attributes:
+        pipeline_ranks: Where they are in the pipeline.
+        ranks: How many there are.
+        parameters: Of one rank.
+        kept: What a rank keeps between steps; of the optimizer the most that one of them keeps.
+        least_optimizer: The least optimizer state that one of them keeps.
+        cached_bytes: FP8 copies of the weights.
+        peak: What a step needs beside that.
+        communication: What a rank sends in a step.
+    """
+
+    pipeline_ranks: tuple[int, ...]
+    ranks: int
+    parameters: int
+    kept: Footprint
+    least_optimizer: int
+    cached_bytes: int
+    peak: Peak
+    communication: tuple[Row, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """The most memory that a rank's tensors take at any moment."""
+        return self.kept.total + self.cached_bytes + self.peak.total
+
+
+class World:
+    """All ranks of a run on paper.
+
+    Ranks that differ in their place along `tp`, `cp` and `dp` only hold tensors of the same shapes
+    and send the same, but for the ranges that the distributed optimizer gives them. So one rank of
+    every pipeline rank is built, and one of those that hold the same is run through a step.
+
+    Args:
+        cfg: The finished configuration; `padded_vocab_size` must be known.
+
+    Attributes:
+        stages: A rank of every pipeline rank.
+        different: Those of them that hold different things.
+        schedule: What every pipeline rank does in a step.
+
+    Raises:
+        MegatronError: What real ranks would raise.
+    """
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.config = cfg
+        self.schedule = checked_schedule(cfg)
+        self.stages = [build_rank(cfg, rank) for rank in paper_mesh(cfg, 0).pp.ranks]
+        self._content = [_content(rank) for rank in self.stages]
+        first = {content: i for i, content in reversed(list(enumerate(self._content)))}
+        self._examples = sorted(first.values())
+        self.different = [self.stages[i] for i in self._examples]
+        self._traces: dict[Hashable, Trace] = {}
+
+    def trace(self, pipeline_rank: int) -> Trace:
+        """Run a rank of that pipeline rank through a step, or one that holds the same."""
+        content = self._content[pipeline_rank]
+        if content not in self._traces:
+            example = self._content.index(content)
+            self._traces[content] = Trace(self.stages[example], self.schedule[example])
+        return self._traces[content]
+
+    def precision_rows(self) -> list[PrecisionRow]:
+        """The precision table of the whole model."""
+        rows = [row for rank in self.stages for row in rank.parts.model.named_precision_rows()]
+        return list(dict.fromkeys(rows))  # a tied embedding is on two stages
+
+    def classes(self) -> list[RankClass]:
+        """Return the ranks by what they need and send."""
+        alike: dict[RankClass, list[int]] = {}
+        for number in range(len(self.stages)):
+            alike.setdefault(self._describe(number), []).append(number)
+        return [
+            replace(one, pipeline_ranks=tuple(numbers), ranks=one.ranks * len(numbers))
+            for one, numbers in alike.items()
+        ]
+
+    def _describe(self, number: int) -> RankClass:
+        rank, actions = self.stages[number], self.schedule[number]
+        trace, kept = self.trace(number), footprint(rank.parts)
+        optimizer = optimizer_bytes(rank.parts)
+        return RankClass(
+            pipeline_ranks=(),
+            ranks=self.config.world_size // len(self.stages),
+            parameters=sum(p.numel() for p in rank.parts.model.parameters()),
+            kept=replace(kept, optimizer=sum(max(own.values()) for own in optimizer)),
+            least_optimizer=sum(min(own.values()) for own in optimizer),
+            cached_bytes=trace.cached_bytes,
+            peak=trace.peak(actions),
+            communication=trace.communication(actions),
+        )
+
+
+def communication_of(cfg: RunConfig, rank: int) -> tuple[Row, ...]:
+    """Return what one rank of a run sends in a step."""
+    on_paper = build_rank(cfg, rank)
+    actions = checked_schedule(cfg)[on_paper.mesh.pp.rank]
+    return Trace(on_paper, actions).communication(actions)
+
+
+def _content(rank: PaperRank) -> Hashable:
+    """Describe what a rank holds without the numbers of its layers."""
+    model = rank.parts.model
+    return (
+        tuple((s.num_layers, s.embedding, s.loss) for s in model.stages),
+        tuple(
+            (_nameless(name), tuple(param.shape), param.dtype)
+            for name, param in model.named_parameters()
+        ),
+        tuple(
+            (_nameless(row.path), row.gemm, row.delivered, row.kernel)
+            for row in model.named_precision_rows()
+        ),
+        _nameless(str(model)),
+    )
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Return numbers as ranges, e.g. `0, 2-5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def sizes_text(axes: Sequence[Axis]) -> str:
+    """Return the mesh in words, e.g. `tp 8 x pp 16 x dp 32`."""
+    return " x ".join(f"{axis.name} {axis.size}" for axis in axes if axis.size > 1) or "one rank"

@@ -1,0 +1,164 @@
+"""What a dry run says is sent in a step is what real ranks send."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from distpool import run_ranks
+from parity import BASE, SyntheticSource
+
+from megatron.config import make_config
+from megatron.core.comm_log import CommLog
+from megatron.training.communication import table
+from megatron.training.dry_run import communication
+from megatron.training.initialize import Launch, start
+from megatron.training.providers import setup_model
+from megatron.training.step import TrainStep
+
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 4}
+CP2 = {"context_parallel_size": 2}
+ZERO = {"use_distributed_optimizer": True, "optimizer": "adam"}
+FP8 = {"fp8_format": "hybrid", "bf16": True, "seq_length": 32, "max_position_embeddings": 32}
+ON_TWO = {
+    "tp2 without sp": {"tensor_model_parallel_size": 2},
+    "tp2 sp": TP2,
+    "pp2": {**PP2, "untie_embeddings_and_output_weights": True},
+    "pp2 gpipe": {**PP2, "pipeline_schedule": "gpipe"},
+    "pp2 vpp2": {**PP2, "num_virtual_stages_per_pipeline_rank": 2},
+    "cp2 p2p": CP2,
+    "cp2 all_gather": {**CP2, "cp_comm_type": ("all_gather",)},
+    "cp2 a2a": {**CP2, "cp_comm_type": ("a2a",)},
+    "dp2": {"ddp_num_buckets": 3},
+    "dp2 zero": ZERO,
+    "dp2 zero overlapped": {
+        **ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_num_buckets": 3,
+        "bf16": True, "grad_reduce_in_bf16": True,
+    },
+    "recompute": {
+        **TP2, "recompute_granularity": "full", "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "tp2 sp bf16": {**TP2, **FP8, "fp8_format": None},
+    "tp2 sp delayed": {**TP2, **FP8},
+    "tp2 sp tensorwise": {**TP2, **FP8, "fp8_recipe": "tensorwise"},
+}  # fmt: skip
+ON_FOUR = {
+    "tp2 pp2": {**TP2, **PP2, "log_num_zeros_in_grad": True},
+    "dp2 pp2 zero": {**PP2, **ZERO, "exit_signal_handler": True},
+    "dp2 cp2": {**CP2, **FP8},
+    "dp2 cp2 tp-cp": {**CP2, **FP8, "fp8_amax_reduction": "tp-cp"},
+}
+
+
+def config(fields, world_size):
+    fields = {k: v for k, v in {**BASE, "train_iters": 1, **fields}.items() if v is not None}
+    return make_config(world_size, **fields)
+
+
+def real_steps(rank, world_size, layouts):
+    """Table of the transfers of a real step, for each layout."""
+    found = {}
+    for name, fields in layouts.items():
+        cfg, log = config(fields, world_size), CommLog()
+        runtime = start(cfg, Launch(rank, world_size, rank, world_size))
+        runtime = replace(runtime, mesh=runtime.mesh.recording(log))
+        parts = setup_model(cfg, runtime)
+        step = TrainStep(cfg, runtime, parts, SyntheticSource(cfg, runtime.mesh.dp.size))
+        log.clear()
+        log.place = lambda step=step: step.current
+        step.run(1, 0)
+        found[name] = table(log.counts)
+    return found
+
+
+@pytest.fixture(scope="module")
+def real():
+    two = run_ranks(real_steps, 2, ON_TWO, detail=False)
+    four = run_ranks(real_steps, 4, ON_FOUR, detail=False)
+    return {
+        **{n: [r[n] for r in two] for n in ON_TWO},
+        **{n: [r[n] for r in four] for n in ON_FOUR},
+    }
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+def test_a_dry_run_counts_what_real_ranks_send(real, name):
+    ranks = real[name]
+    cfg = config({**ON_TWO, **ON_FOUR}[name], len(ranks))
+    for rank, sent in enumerate(ranks):
+        ((where, expected),) = communication(cfg, rank)
+        assert where == (rank,)
+        # Whether a signal has come is asked once a step, by the loop around it.
+        control = [(r.kind, r.axis, r.count) for r in expected if r.part == "control"]
+        assert control == ([("all_reduce", "world", 1)] if cfg.exit_signal_handler else [])
+        assert [r for r in expected if r.part != "control"] == list(sent)
+        assert sum(row.sent_bytes for row in sent) > 0
+
+
+def amax_rows(rows):
+    return [(row.kind, row.axis, row.count) for row in rows if row.part == "amax"]
+
+
+def test_delayed_scaling_adds_one_reduction_a_step(real):
+    for rank in range(2):
+        plain, delayed = (real[f"tp2 sp {what}"][rank] for what in ("bf16", "delayed"))
+        assert amax_rows(plain) == []
+        assert amax_rows(delayed) == [("all_reduce", "tp-cp-dp", 1)]
+        shape = [[(r.part, r.kind, r.axis, r.count) for r in x] for x in (plain, delayed)]
+        assert [row for row in shape[1] if row[0] != "amax"] == shape[0]
+    for name, axis in (("dp2 cp2", "tp-cp-dp"), ("dp2 cp2 tp-cp", "tp-cp")):
+        for rows in real[name]:
+            assert amax_rows(rows) == [("all_reduce", axis, 1)]
+
+
+def test_scaling_by_the_current_tensor_adds_one_for_every_gathered_one(real):
+    layers, gathered, microbatches = 2, 2, 4
+    for rows in real["tp2 sp tensorwise"]:
+        assert amax_rows(rows) == [("all_reduce", "tp", layers * gathered * microbatches)]
+
+
+def test_a_gathered_sequence_travels_as_one_byte_an_element(real):
+    bf16, fp8 = (
+        sum(r.payload_bytes for r in real[f"tp2 sp {what}"][0] if r.kind == "all_gather")
+        for what in ("bf16", "delayed")
+    )
+    assert fp8 < bf16
+    cfg = config(ON_TWO["tp2 sp delayed"], 2)
+    tokens, layers, gathers = cfg.seq_length * cfg.global_batch_size, 2, 4
+    assert bf16 - fp8 == tokens * cfg.hidden_size * layers * gathers
+
+
+def test_what_a_tensor_parallel_layer_sends(real):
+    """Two matrices a layer are gathered or reduced, forward and backward, as published."""
+    rows = {(r.part, r.kind): r for r in real["tp2 without sp"][0] if r.axis == "tp"}
+    cfg = config(ON_TWO["tp2 without sp"], 2)
+    embedding, layers, microbatches = 1, 2 * cfg.num_layers, cfg.num_microbatches
+    forward, backward = rows["forward", "all_reduce"], rows["backward", "all_reduce"]
+    assert forward.count == (layers + embedding) * microbatches
+    assert backward.count == (layers + 1) * microbatches  # 1: the output layer
+    one = cfg.seq_length * cfg.micro_batch_size * cfg.hidden_size * 4
+    assert forward.payload_bytes == forward.count * one
+    assert rows["loss", "all_reduce"].count == 2 * microbatches
+
+
+def test_zero_sends_each_gradient_and_each_parameter_once(real):
+    plain, zero = real["dp2"][0], real["dp2 zero"][0]
+    (reduced,) = (r for r in plain if r.part == "gradient sync")
+    scattered, gathered = (
+        next(r for r in zero if r.part == part) for part in ("gradient sync", "parameter gather")
+    )
+    assert (reduced.kind, reduced.count) == ("all_reduce", 3)
+    assert (scattered.kind, gathered.kind) == ("reduce_scatter", "all_gather")
+    # Both halves of an all-reduce; shards begin at multiples of 64 elements and end at those of 128.
+    padding = 4 * (64 * 26 + 128 * scattered.count)
+    for row in (scattered, gathered):
+        assert 0 <= 2 * row.sent_bytes - reduced.sent_bytes <= padding
+
+
+def test_every_transfer_has_a_part(real):
+    parts = {row.part for ranks in real.values() for rows in ranks for row in rows}
+    assert parts == {
+        "forward", "backward", "loss", "gradient sync", "amax", "optimizer", "parameter gather",
+    }  # fmt: skip
