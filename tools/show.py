@@ -1,22 +1,29 @@
-"""Draw what a run is going to do, without running it.
+"""Show what a run is going to do, without running it.
 
     python tools/show.py schedule --pp 4 --microbatches 8
     python tools/show.py schedule --pp 4 --microbatches 8 --schedule interleaved --vpp 2
     python tools/show.py schedule --pp 4 --microbatches 8 --schedule zb-h1
+    python tools/show.py comm --config configs/llama3_8b.yaml --fake-world-size 64
 
-One line a pipeline rank and one column a time step: ``3`` is the forward pass of microbatch 3,
-``3'`` its backward pass, ``3w`` its weight pass in a schedule that has them, ``.`` idle time. With
-virtual stages a letter names the rank's stage, as in ``a3``.
+schedule: one line a pipeline rank and one column a time step; ``3`` is the forward pass of
+microbatch 3, ``3'`` its backward pass, ``3w`` its weight pass in a schedule that has them, ``.``
+idle time. With virtual stages a letter names the rank's stage, as in ``a3``.
+
+comm: what a rank sends in a training step, by part of the step. It takes the flags of
+pretrain_gpt.py, needs no other process, and shows ranks that send the same once.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.config import ConfigError
 from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
 from megatron.core.errors import MegatronError, complaint
 from megatron.core.pipeline_parallel.schedule import KINDS, Op, generate, lower, to_text
@@ -71,8 +78,18 @@ def describe(report: Report, args: argparse.Namespace) -> str:
     )
 
 
-def show_schedule(args: argparse.Namespace) -> None:
-    """Print a schedule's grid and figures, or its actions."""
+def show_schedule(args: argparse.Namespace) -> int:
+    """Print a schedule's grid and figures, or its actions; returns the exit code."""
+    if args.vpp is None:
+        args.vpp = 2 if args.schedule == "interleaved" else 1
+    if args.schedule != "interleaved" and args.vpp > 1:
+        fix = "Add --schedule interleaved"
+        why = "Several stages a rank are interleaved"
+        return _refused(complaint("--vpp", args.vpp, why, fix))
+    if args.schedule == "zb-h1" and not 0 < args.weight_cost < args.backward_cost:
+        why = f"It is a part of the backward pass, which takes {args.backward_cost}"
+        fix = "Make it at least 1 and --backward-cost larger"
+        return _refused(complaint("--weight-cost", args.weight_cost, why, fix))
     schedule = lower(
         generate(
             args.microbatches,
@@ -90,6 +107,7 @@ def show_schedule(args: argparse.Namespace) -> None:
     else:
         print(f"(no grid: it would be {report.makespan:g} columns wide)")
     print(describe(report, args))
+    return 0
 
 
 def _refused(message: str) -> int:
@@ -97,11 +115,63 @@ def _refused(message: str) -> int:
     return BAD_ARGUMENTS
 
 
+def show_communication(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Print what ranks send in a step.
+
+    Args:
+        args: `rank` and `json`.
+        flags: Those of the run.
+    """
+    # Here, so that a schedule is shown without paying for torch.
+    from megatron.config.cli import parse
+    from megatron.training.communication import as_dict, lines, readable, sent_bytes
+    from megatron.training.dry_run import communication, complete
+    from megatron.training.dry_run.ranks import spans
+    from megatron.training.providers import saved_config
+
+    config, _ = parse([*flags, "--dry-run"], 1, saved_config)
+    found = communication(complete(config)[0], args.rank)
+    what = "pipeline_ranks" if args.rank is None else "ranks"
+    if args.json:
+        entries = [
+            {what: where, "sent_bytes": sent_bytes(rows), "rows": as_dict(rows)}
+            for where, rows in found
+        ]
+        print(json.dumps({"world_size": config.world_size, "communication": entries}, indent=1))
+        return
+    for where, rows in found:
+        name = what.replace("_", " ").removesuffix("s")
+        total = readable(sent_bytes(rows))
+        print(f"{name} {spans(where)}, a step of {config.world_size} rank(s): {total} sent")
+        print("\n".join(f"  {line}" for line in lines(rows)))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = ToolParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("schedule", help="a pipeline schedule on a time axis")
+    _add_schedule(commands.add_parser("schedule", help="a pipeline schedule on a time axis"))
+    comm = commands.add_parser("comm", help="what a rank sends in a step; takes a run's flags")
+    comm.add_argument("--rank", type=int, help="one rank (default: all that send something else)")
+    comm.add_argument("--json", action="store_true", help="machine-readable, in bytes")
+    args, flags = parser.parse_known_args(argv)
+    if args.command == "schedule" and flags:
+        parser.parse_args(argv)  # says what is wrong with them
+    try:
+        if args.command == "schedule":
+            return show_schedule(args)
+        show_communication(args, flags)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BAD_ARGUMENTS
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _add_schedule(one: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `schedule`."""
     one.add_argument("--pp", type=int, required=True, help="pipeline ranks")
     one.add_argument("--microbatches", type=int, required=True, help="microbatches of a step")
     one.add_argument(
@@ -119,23 +189,6 @@ def main(argv: list[str] | None = None) -> int:
         "--weight-cost", type=int, default=1, help="part of it that is zb-h1's weight pass"
     )
     one.add_argument("--actions", action="store_true", help="list the actions instead")
-    args = parser.parse_args(argv)
-    if args.vpp is None:
-        args.vpp = 2 if args.schedule == "interleaved" else 1
-    if args.schedule != "interleaved" and args.vpp > 1:
-        fix = "Add --schedule interleaved"
-        why = "Several stages a rank are interleaved"
-        return _refused(complaint("--vpp", args.vpp, why, fix))
-    if args.schedule == "zb-h1" and not 0 < args.weight_cost < args.backward_cost:
-        why = f"It is a part of the backward pass, which takes {args.backward_cost}"
-        fix = "Make it at least 1 and --backward-cost larger"
-        return _refused(complaint("--weight-cost", args.weight_cost, why, fix))
-    try:
-        show_schedule(args)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -13,15 +13,19 @@ import torch
 from megatron.config import RunConfig
 from megatron.core.backends.registry import resolve
 from megatron.core.datasets.source import check_sources
-from megatron.core.datasets.tokenizers import build_tokenizer
+from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.errors import MeshError, complaint
 from megatron.core.fp8 import PrecisionRow
 from megatron.core.mesh import ParallelState
+from megatron.core.pipeline_parallel.layout import checked_schedule
 from megatron.observe.lines import precision_table
 from megatron.training import precision
 from megatron.training.checkpointing import check_load, check_save
+from megatron.training.communication import Row
 from megatron.training.dry_run import report
 from megatron.training.dry_run.checks import check_checkpoint, check_groups, check_samples
 from megatron.training.dry_run.ranks import World
+from megatron.training.dry_run.trace import Trace, build_rank
 
 Say = Callable[[str], None]
 
@@ -41,9 +45,7 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
         say(f"NOTE: {notice}")
     if cfg.device == "cpu":
         resolve(cfg.transformer_impl, torch.device("cpu"))
-    tokenizer = build_tokenizer(cfg.data)
-    if cfg.padded_vocab_size is None:
-        cfg = cfg.replace(vocab_size=tokenizer.vocab_size)
+    cfg, tokenizer = complete(cfg)
     _show(say, report.mesh_lines(cfg, check_groups(cfg)))
     check_save(cfg, ParallelState.single(), say, keep=False)
     world = World(cfg)
@@ -60,6 +62,44 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
     _show(say, report.communication_lines(classes))
     _show(say, ["not checked here:", *(f"  - {line}" for line in _unchecked(cfg))])
     say("the dry run is done: nothing was found that would stop this run")
+
+
+def complete(cfg: RunConfig) -> tuple[RunConfig, Tokenizer]:
+    """Return the configuration with its vocabulary size, and the tokenizer.
+
+    Raises:
+        DataError: The tokenizer cannot be built, or `--vocab-size` is too small for it.
+    """
+    tokenizer = build_tokenizer(cfg.data)
+    if cfg.padded_vocab_size is None:
+        cfg = cfg.replace(vocab_size=tokenizer.vocab_size)
+    return cfg, tokenizer
+
+
+def communication(
+    cfg: RunConfig, rank: int | None = None
+) -> list[tuple[tuple[int, ...], tuple[Row, ...]]]:
+    """Return what ranks send in a step.
+
+    Args:
+        cfg: The complete configuration.
+        rank: A global rank; None for all.
+
+    Returns:
+        The rank and what it sends; or pipeline ranks and what ranks there send, once for those that
+        send the same.
+
+    Raises:
+        MeshError: There is no such rank.
+    """
+    if rank is None:
+        return World(cfg).communication()
+    if not 0 <= rank < cfg.world_size:
+        why = f"The run has the ranks 0 to {cfg.world_size - 1}"
+        raise MeshError(complaint("--rank", rank, why, "Choose one of them"))
+    on_paper = build_rank(cfg, rank)
+    actions = checked_schedule(cfg)[on_paper.mesh.pp.rank]
+    return [((rank,), Trace(on_paper, actions).communication(actions))]
 
 
 def _show(say: Say, text: Iterable[str]) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from megatron.config import RunConfig
 from megatron.core.fp8 import PrecisionRow
-from megatron.core.mesh import Axis
 from megatron.core.pipeline_parallel.layout import checked_schedule
 from megatron.training.communication import Row
 from megatron.training.dry_run.footprint import Footprint, footprint, optimizer_bytes
@@ -110,6 +109,13 @@ class World:
             for one, numbers in alike.items()
         ]
 
+    def communication(self) -> list[tuple[tuple[int, ...], tuple[Row, ...]]]:
+        """Return pipeline ranks and what ranks there send, once for those that send the same."""
+        alike: dict[tuple[Row, ...], list[int]] = {}
+        for number, actions in enumerate(self.schedule):
+            alike.setdefault(self.trace(number).communication(actions), []).append(number)
+        return [(tuple(numbers), rows) for rows, numbers in alike.items()]
+
     def _describe(self, number: int) -> RankClass:
         rank, actions = self.stages[number], self.schedule[number]
         trace, kept = self.trace(number), footprint(rank.parts)
@@ -124,13 +130,6 @@ class World:
             peak=trace.peak(actions),
             communication=trace.communication(actions),
         )
-
-
-def communication_of(cfg: RunConfig, rank: int) -> tuple[Row, ...]:
-    """Return what one rank of a run sends in a step."""
-    on_paper = build_rank(cfg, rank)
-    actions = checked_schedule(cfg)[on_paper.mesh.pp.rank]
-    return Trace(on_paper, actions).communication(actions)
 
 
 def _content(rank: PaperRank) -> Hashable:
@@ -159,8 +158,3 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
-
-
-def sizes_text(axes: Sequence[Axis]) -> str:
-    """Return the mesh in words, e.g. `tp 8 x pp 16 x dp 32`."""
-    return " x ".join(f"{axis.name} {axis.size}" for axis in axes if axis.size > 1) or "one rank"
