@@ -12,6 +12,7 @@ import torch
 from megatron.config import RunConfig
 from megatron.core.comm_log import CONTROL
 from megatron.core.mesh import Axis
+from megatron.core.paper import numbers
 from megatron.core.tensor_parallel.mappings import all_reduce_
 
 # SIGTERM comes from schedulers and launchers, SIGUSR1 from `sbatch --signal`.
@@ -76,7 +77,7 @@ class ExitWatch:
         if self._handle_signals or self._minutes is not None:
             elapsed = (time.monotonic() - self._started) / 60.0
             flags = torch.tensor([float(self._received), elapsed], device=self._device)
-            number, minutes = all_reduce_(flags, self._world, "max", CONTROL).tolist()
+            number, minutes = numbers(all_reduce_(flags, self._world, "max", CONTROL))
             if number:
                 return f"exiting program after receiving {signal.Signals(int(number)).name}."
             if self._minutes is not None and minutes > self._minutes:
