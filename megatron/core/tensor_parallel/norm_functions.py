@@ -70,9 +70,11 @@ def rms_norm(
     out_dtype = out_dtype or x.dtype
     if x.device.type == "cpu":
         return _rms(x, _scale(weight, zero_centered), eps, out_dtype)
+    # On paper torch has no fused RMS norm; its layer norm keeps what an accelerator's keeps.
+    norm = F.layer_norm if x.is_meta else F.rms_norm
     if not zero_centered and x.dtype == weight.dtype == out_dtype:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), weight.shape, _scale(weight, zero_centered), eps).to(out_dtype)
+        return norm(x, weight.shape, weight, eps=eps)
+    return norm(x.float(), weight.shape, _scale(weight, zero_centered), eps=eps).to(out_dtype)
 
 
 def _scale(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
