@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -316,8 +316,8 @@ def load_checkpoint(
 
 def check_load(
     cfg: RunConfig,
-    model: Mapping[str, Sharded],
-    kinds: Iterable[str],
+    tensors: Callable[[schema.Stacking], dict[str, Sharded]],
+    trained: Callable[[schema.Stacking], dict[str, Sharded]],
     say: Say = print_line,
 ) -> bool:
     """Refuse what `load_checkpoint` refuses, from the checkpoint's index alone.
@@ -326,8 +326,8 @@ def check_load(
 
     Args:
         cfg: The configuration; without ``load`` nothing happens.
-        model: Key -> blocks of every tensor of the model, over all ranks.
-        kinds: Kinds of optimizer state that each of them has.
+        tensors: Returns all tensors of the model, stored so.
+        trained: Returns all tensors of the optimizer, stored so.
         say: Receives the lines to show.
 
     Returns:
@@ -349,10 +349,10 @@ def check_load(
     loading = _Loading(cfg, mesh, peers, reader, common, weights_only, say)
     for note in checkpoint_config.check_same_model(checkpoint_config.saved_settings(common), cfg):
         say(note)
-    _check_tensors(loading, model, _stored(reader, schema.is_model_key), "the model", "")
+    stacking = checkpoint_config.stacking_of(cfg).as_in(reader.tensors)
+    _check_tensors(loading, tensors(stacking), _stored(reader, schema.is_model_key), "the model")
     if not (weights_only or cfg.no_load_optim):
-        state = {schema.optimizer_key(kind, key): x for kind in kinds for key, x in model.items()}
-        _check_optimizer_tensors(loading, state)
+        _check_optimizer_tensors(loading, trained(stacking))
     return True
 
 
@@ -425,7 +425,7 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
     cfg, mesh, reader = loading.cfg, loading.mesh, loading.reader
     stacking = checkpoint_config.stacking_of(cfg).as_in(reader.tensors)
     wanted = schema.model_state(model, mesh, stacking)
-    _check_tensors(loading, wanted, _stored(reader, schema.is_model_key), "the model", "")
+    _check_tensors(loading, wanted, _stored(reader, schema.is_model_key), "the model")
     num_bytes = loading.peers.attempt(lambda: reader.load(wanted))
     counts = f"{len(wanted)} model tensors"
     if optimizer is not None:
@@ -456,7 +456,7 @@ def _check_tensors(
     wanted: Mapping[str, Sharded],
     stored: Mapping[str, tuple[int, ...]],
     what: str,
-    hint: str,
+    hint: str = "",
 ) -> None:
     """Refuse missing, unexpected and differently shaped tensors, over all ranks together."""
     everyone: dict[str, tuple[tuple[int, ...], int | None]] = {}

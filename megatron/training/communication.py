@@ -75,7 +75,9 @@ def table(
         count = noted * times(transfer)
         if not count:
             continue
-        key = (part_of(transfer), transfer.kind, transfer.axis, transfer.ranks)
+        # Two channels of one pipeline, for edges from even and from odd ranks.
+        axis = transfer.axis.removesuffix("-odd")
+        key = (part_of(transfer), transfer.kind, axis, transfer.ranks)
         total = totals.setdefault(key, Counter())
         total["count"] += count
         total["payload"] += count * transfer.payload_bytes

@@ -26,6 +26,7 @@ ON_TWO = {
     "tp2 sp": TP2,
     "pp2": {**PP2, "untie_embeddings_and_output_weights": True},
     "pp2 gpipe": {**PP2, "pipeline_schedule": "gpipe"},
+    "pp2 zb": {**PP2, "pipeline_schedule": "zb-h1", **FP8},
     "pp2 vpp2": {**PP2, "num_virtual_stages_per_pipeline_rank": 2},
     "cp2 p2p": CP2,
     "cp2 all_gather": {**CP2, "cp_comm_type": ("all_gather",)},
@@ -45,6 +46,7 @@ ON_TWO = {
     "tp2 sp tensorwise": {**TP2, **FP8, "fp8_recipe": "tensorwise"},
 }  # fmt: skip
 ON_FOUR = {
+    "pp4": {**PP2, "pipeline_model_parallel_size": 4},
     "tp2 pp2": {**TP2, **PP2, "log_num_zeros_in_grad": True},
     "dp2 pp2 zero": {**PP2, **ZERO, "exit_signal_handler": True},
     "dp2 cp2": {**CP2, **FP8},
@@ -151,7 +153,7 @@ def test_zero_sends_each_gradient_and_each_parameter_once(real):
     )
     assert (reduced.kind, reduced.count) == ("all_reduce", 3)
     assert (scattered.kind, gathered.kind) == ("reduce_scatter", "all_gather")
-    # Both halves of an all-reduce; shards begin at multiples of 64 elements and end at those of 128.
+    # Both halves of an all-reduce; padded to multiples of 64 and 128 elements.
     padding = 4 * (64 * 26 + 128 * scattered.count)
     for row in (scattered, gathered):
         assert 0 <= 2 * row.sent_bytes - reduced.sent_bytes <= padding

@@ -23,7 +23,13 @@ from megatron.training import precision
 from megatron.training.checkpointing import check_load, check_save
 from megatron.training.communication import Row
 from megatron.training.dry_run import report
-from megatron.training.dry_run.checks import check_checkpoint, check_groups, check_samples
+from megatron.training.dry_run.checks import (
+    check_checkpoint,
+    check_groups,
+    check_samples,
+    stored_model,
+    stored_optimizer,
+)
 from megatron.training.dry_run.ranks import World
 from megatron.training.dry_run.trace import Trace, build_rank
 
@@ -50,7 +56,12 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
     check_save(cfg, ParallelState.single(), say, keep=False)
     world = World(cfg)
     stored = check_checkpoint(world.stages, world.different)
-    check_load(cfg, stored.model, stored.kinds, say)
+    check_load(
+        cfg,
+        lambda stacking: stored_model(world.stages, stacking),
+        lambda stacking: stored_optimizer(world.stages, stacking),
+        say,
+    )
     say(f"parameters: {stored.parameters:,} in {len(stored.model)} tensors")
     _show_precision(cfg, world.precision_rows(), say)
     check_samples(cfg)

@@ -14,8 +14,9 @@ from megatron.core.datasets.source import Source
 from megatron.core.dist_checkpointing import schema
 from megatron.core.dist_checkpointing.shard import Sharded, volume
 from megatron.core.errors import CheckpointError, DataError, MeshError, complaint
-from megatron.core.mesh import AMAX_REDUCTIONS, MeshSizes, groups_of
+from megatron.core.mesh import AMAX_REDUCTIONS, MeshSizes, ParallelState, groups_of
 from megatron.core.shards import FlatRange
+from megatron.training.checkpoint_config import stacking_of
 from megatron.training.dry_run.trace import PaperRank
 
 _REPORT = "Please report this configuration"
@@ -23,22 +24,25 @@ _PRIME = 2**61 - 1
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset and extents
 
-_AXES = ("tp", "cp", "dp", "pp", "dp-cp", "tp-cp", *AMAX_REDUCTIONS, "ep", "etp", "edp")
+_AXES = ("tp", "cp", "dp", "pp", "dp-cp", *AMAX_REDUCTIONS)
+_EXPERT_AXES = ("ep", "etp", "edp", "etp-ep", "etp-edp")
 
 
 def check_groups(cfg: RunConfig) -> dict[str, tuple[int, int]]:
     """Check that every axis' groups hold every rank once, and that axes tell ranks apart.
 
     Returns:
-        For every axis with more than one rank in a group: number of groups, ranks of each.
+        Number of groups and ranks of each, for every axis that has groups of its own; expert axes
+        only if there are experts.
 
     Raises:
         MeshError: They do not.
     """
     sizes = MeshSizes.from_config(cfg, cfg.world_size)
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[tuple[tuple[int, ...], ...], str] = {}
     place: dict[int, tuple[int, ...]] = dict.fromkeys(range(sizes.world), ())
-    for token in dict.fromkeys(_AXES):
+    has_experts = getattr(cfg, "num_experts", None) is not None
+    for token in (*_AXES, *_EXPERT_AXES):
         groups = groups_of(token, sizes.as_dict(), sizes.order)
         members = sorted(rank for group in groups for rank in group)
         extents = {len(group) for group in groups}
@@ -55,12 +59,12 @@ def check_groups(cfg: RunConfig) -> dict[str, tuple[int, int]]:
             for group in groups:
                 for index, rank in enumerate(group):
                     place[rank] += (index,)
-        if extents != {1}:
-            found[token] = (len(groups), extents.pop())
+        if extents != {1} and (has_experts or token not in _EXPERT_AXES):
+            found.setdefault(tuple(map(tuple, groups)), token)
     if len(set(place.values())) != sizes.world:
         why = "Two of them have the same place on every axis"
         raise MeshError(complaint("ranks", sizes.world, why, _REPORT))
-    return found
+    return {token: (len(groups), len(groups[0])) for groups, token in found.items()}
 
 
 class _Numbers:
@@ -125,6 +129,28 @@ class Stored:
         return sum(volume(shard.size()) for shard in self.model.values())
 
 
+def stored_model(stages: Sequence[PaperRank], stacking: schema.Stacking) -> dict[str, Sharded]:
+    """Return the model's tensors as one rank of every pipeline rank stores them."""
+    found: dict[str, Sharded] = {}
+    for rank in stages:
+        found.update(schema.model_state(rank.parts.model, rank.mesh, stacking))
+    return found
+
+
+def stored_optimizer(stages: Sequence[PaperRank], stacking: schema.Stacking) -> dict[str, Sharded]:
+    """Return the optimizer's tensors as if nothing was shared between replicas."""
+    found: dict[str, Sharded] = {}
+    for rank in stages:
+        kinds = _kinds(rank)
+        state = [
+            (name, dict.fromkeys(kinds, param))
+            for name, param in rank.parts.model.named_parameters()
+            if param.requires_grad
+        ]
+        found.update(schema.optimizer_state(state, rank.parts.model, rank.mesh, stacking))
+    return found
+
+
 def check_checkpoint(stages: Sequence[PaperRank], different: Iterable[PaperRank]) -> Stored:
     """Check that the blocks that ranks store cover every tensor once.
 
@@ -140,43 +166,63 @@ def check_checkpoint(stages: Sequence[PaperRank], different: Iterable[PaperRank]
     Raises:
         CheckpointError: Names a tensor that is not covered, or covered twice.
     """
+    stacking = stacking_of(stages[0].config)
     blocks, sums = _Blocks(), _Sums()
-    model: dict[str, Sharded] = {}
     for rank in stages:
-        layers, tp = rank.config.num_layers, rank.mesh.tp
-        model.update(schema.model_state(rank.parts.model, tp, layers))
-        for index in range(tp.size):
-            blocks.add(schema.model_state(rank.parts.model, replace(tp, rank=index), layers))
+        for mesh in _places(rank.mesh):
+            blocks.add(schema.model_state(rank.parts.model, mesh, stacking))
     for key, shape in blocks.shapes.items():
         sums.compare(key, shape, [((0,) * len(shape), shape)], blocks.of[key])
-    shared: dict[str, set[Block]] = {}
+    tied: dict[str, set[Block]] = {}
     for rank in different:
-        for index in sorted({0, rank.mesh.tp.size - 1}):
-            masters = _check_masters(rank, index, sums)
-            for key in masters.of if index == 0 else ():
-                if getattr(_first_param(rank, key), "shared_embedding", False):
-                    own = set(masters.of[key])
-                    if shared.setdefault(key, own) != own:
-                        raise _uncovered(key, "two copies", "They are cut at different places")
-    first = next(iter(stages[0].parts.optimizer.named_state()))[1]
-    return Stored(model, tuple(first), sum(len(set(own)) for own in blocks.of.values()))
+        places = _places(rank.mesh)
+        for mesh in dict.fromkeys((places[0], places[-1])):
+            masters = _check_masters(rank, mesh, stacking, sums)
+            if mesh is places[0]:
+                _check_copies(rank, masters, tied)
+    model = stored_model(stages, stacking)
+    return Stored(model, _kinds(stages[0]), sum(map(len, blocks.of.values())))
 
 
-def _first_param(rank: PaperRank, key: str) -> torch.Tensor | None:
-    name = key.removeprefix(schema.optimizer_key("param", ""))
-    return dict(rank.parts.model.named_parameters()).get(name)
+def _kinds(rank: PaperRank) -> tuple[str, ...]:
+    return tuple(next(iter(rank.parts.optimizer.named_state()))[1])
 
 
-def _check_masters(rank: PaperRank, tp_rank: int, sums: _Sums) -> _Blocks:
+def _places(mesh: ParallelState) -> list[ParallelState]:
+    """Return the meshes of ranks that hold other parts of the same layers."""
+    return [
+        replace(
+            mesh,
+            tp=replace(mesh.tp, rank=index % mesh.tp.size),
+            etp=replace(mesh.etp, rank=index % mesh.etp.size),
+        )
+        for index in range(max(mesh.tp.size, mesh.etp.size))
+    ]
+
+
+def _check_copies(rank: PaperRank, masters: _Blocks, tied: dict[str, set[Block]]) -> None:
+    """Check that a tied embedding is cut at the same places on both of its stages."""
+    for name, param in rank.parts.model.named_parameters():
+        key = schema.optimizer_key("param", name)
+        if getattr(param, "shared_embedding", False) and key in masters.of:
+            own = set(masters.of[key])
+            if tied.setdefault(key, own) != own:
+                raise _uncovered(key, "two copies", "They are cut at different places")
+
+
+def _check_masters(
+    rank: PaperRank, mesh: ParallelState, stacking: schema.Stacking, sums: _Sums
+) -> _Blocks:
     """Check that replicas of a rank store each of its parameters' masters once."""
-    axis, layers = replace(rank.mesh.tp, rank=tp_rank), rank.config.num_layers
     masters, model = _Blocks(), rank.parts.model
     for named, owned in _masters(rank):
-        masters.add(schema.optimizer_state(named, model, axis, layers, owned), copies=False)
-    for key, shard in schema.model_state(model, axis, layers).items():
-        stored = schema.optimizer_key("param", key)
-        own = [(piece.offset, tuple(piece.local.shape)) for piece in shard.pieces]
-        sums.compare(stored, tuple(shard.size()), own, masters.of.get(stored, []))
+        masters.add(schema.optimizer_state(named, model, mesh, stacking, owned), copies=False)
+    whole = [
+        (name, {"param": param}) for name, param in model.named_parameters() if param.requires_grad
+    ]
+    for key, shard in schema.optimizer_state(whole, model, mesh, stacking).items():
+        wanted = [(piece.offset, tuple(piece.local.shape)) for piece in shard.pieces]
+        sums.compare(key, tuple(shard.size()), wanted, masters.of.get(key, []))
     return masters
 
 

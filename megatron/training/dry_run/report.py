@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config import RunConfig
-from megatron.core.pipeline_parallel.simulate import ideal_bubble, simulate
+from megatron.core.pipeline_parallel.simulate import simulate
 from megatron.training.communication import aligned, lines, readable, sent_bytes
 from megatron.training.dry_run.checks import Stored
 from megatron.training.dry_run.ranks import RankClass, World, spans
@@ -49,11 +49,10 @@ def schedule_line(world: World) -> str:
     if size == 1:
         return f"schedule: {cfg.num_microbatches} microbatch(es) a step, one pipeline stage"
     bubble = simulate(world.schedule).bubble
-    formula = ideal_bubble(cfg.num_microbatches, size, virtual)
     stages = f", {virtual} stages a rank" if virtual > 1 else ""
     return (
         f"schedule: {cfg.pipeline_schedule}{stages}, {cfg.num_microbatches} microbatches a step, "
-        f"ends on every rank; bubble {bubble:.1%} ((p - 1) / (v m) = {formula:.1%})"
+        f"ends on every rank; bubble {bubble:.1%} of the computing time (backward 2, forward 1)"
     )
 
 
