@@ -1,0 +1,110 @@
+"""The activations of a dry run against what autograd keeps in a real step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config import make_config
+from megatron.core.fp8 import state as fp8_state
+from megatron.training.dry_run.ranks import World
+from megatron.training.initialize import Launch, start
+from megatron.training.parity.source import SyntheticSource
+from megatron.training.providers import setup_model
+from megatron.training.step import TrainStep
+from tests.saved_activations import SavedActivations, cached_weights
+
+MODEL = {
+    "num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256,
+    "vocab_size": 512, "micro_batch_size": 2, "global_batch_size": 4, "device": "cpu", "lr": 1e-3,
+    "train_iters": 1, "transformer_impl": "native", "mock_data": True, "bf16": True,
+}  # fmt: skip
+LLAMA = {
+    "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope",
+    "add_bias_linear": False, "group_query_attention": True, "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+FULL = {"recompute_granularity": "full", "recompute_num_layers": 2}
+# Kernels of an accelerator keep one number a row and head more than those of a CPU, and the batch
+# itself counts on paper: a hundredth of the smallest of these models.
+TOLERANCE = 0.01
+
+
+def real_bytes(cfg):
+    """What autograd keeps in a step, beside quantized weights that are there already."""
+    runtime = start(cfg, Launch())
+    parts = setup_model(cfg, runtime)
+    step = TrainStep(cfg, runtime, parts, SyntheticSource(cfg, 1))
+    parts.fp8.sync = lambda *_: None  # new scales would make new ones
+
+    def run():
+        step._batches.start(0)
+        parts.ddp.zero_grad_buffer()
+        step._runner.run(step._actions)
+
+    if parts.fp8.recipe is not None:
+        run()
+    saved = SavedActivations([*parts.model.parameters(), *cached_weights(parts.fp8)])
+    with saved.measured():
+        run()
+    return saved.peak_bytes
+
+
+def paper_peak(cfg):
+    (one,) = World(cfg).classes()
+    return one.peak
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"bf16": False},
+        {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+        LLAMA,
+        {**LLAMA, "recompute_granularity": "selective"},
+        {**FULL, "recompute_method": "uniform"},
+        {**FULL, "recompute_method": "block"},
+    ],
+    ids=["gpt", "fp32", "no dropout", "llama", "selective", "uniform", "block"],
+)
+def test_activations(fields):
+    cfg = make_config(**{**MODEL, **fields})
+    assert paper_peak(cfg).activations == pytest.approx(real_bytes(cfg), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_fp8_activations(recipe, monkeypatch):
+    """With operands in the FP8 type, as on FP8 hardware: torch multiplies them on a CPU too."""
+    monkeypatch.setattr(fp8_state, "has_fp8_hardware", lambda device: True)
+    cfg = make_config(**{**MODEL, "fp8_format": "hybrid", "fp8_recipe": recipe})
+    # On an accelerator attention keeps its result as well, 2 bytes an element, and a norm whose
+    # fp32 result is cast keeps an fp32 copy of its input instead of the input, 2 bytes more.
+    elements = cfg.seq_length * cfg.micro_batch_size * cfg.hidden_size * cfg.num_layers
+    more = elements * (2 + (2 * 2 if recipe == "delayed" else 0))
+    expected = real_bytes(cfg) + more
+    assert paper_peak(cfg).activations == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_recomputation_keeps_less_and_needs_more_at_a_time():
+    plain, full = (
+        paper_peak(make_config(**{**MODEL, **fields}))
+        for fields in ({}, {**FULL, "recompute_method": "uniform"})
+    )
+    assert full.activations < plain.activations / 5
+    assert full.total - full.activations > plain.total - plain.activations
+
+
+def test_quantized_weights_are_listed_apart():
+    fields = {"fp8_format": "hybrid", "ffn_hidden_size": 1024, "fp8_amax_history_len": 16}
+    (one,) = World(make_config(**{**MODEL, **fields})).classes()
+    linear = 4 * (256 * 768 + 256 * 256 + 2 * 256 * 1024)  # weights of four layers
+    numbers = 16 * 8 * 4  # of each layer a few: scale, magnitude, limits of the formats
+    assert 2 * linear <= one.cached_bytes <= 2 * linear + numbers
+    assert one.kept.fp8 == 4 * 16 * 5 * (16 + 1)  # columns of histories and scales
+
+
+def test_on_paper_there_are_no_values():
+    cfg = make_config(**MODEL)
+    world = World(cfg)
+    assert {p.device for p in world.stages[0].parts.model.parameters()} == {torch.device("meta")}
