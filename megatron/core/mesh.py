@@ -371,7 +371,8 @@ class ParallelState:
         }
         for name, token in (("dp_cp", "dp-cp"), ("edp", "edp")):
             inner, outer = _cut(groups_of(token, extents, order), sizes.optimizer_instances)
-            axes[f"{name}_inner"] = make_axis(f"{token}-inner", inner)
+            part = f"{token}-inner" if sizes.optimizer_instances > 1 else token
+            axes[f"{name}_inner"] = make_axis(part, inner)
             axes[f"{name}_outer"] = make_axis(f"{token}-outer", outer)
         axes["world"] = make_axis("world", [list(range(world_size))])
         ends = [[g[0]] if len(g) == 1 else [g[0], g[-1]] for g in groups_of("pp", extents, order)]

@@ -21,6 +21,7 @@ CONSUMED_BY_DERIVATION = {
     "account_for_embedding_in_pipeline_split": "placement of layers",
     "account_for_loss_in_pipeline_split": "placement of layers",
     "pipeline_model_parallel_layout": "placement of layers",
+    "fake_world_size": "world_size",
     "use_tp_pp_dp_mapping": "order of the axes, which the mesh reads by name",
     "expert_model_parallel_size": "refused above 1",
     "expert_tensor_parallel_size": "refused above 1",

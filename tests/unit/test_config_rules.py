@@ -270,6 +270,8 @@ CP2 = {"context_parallel_size": 2}
 
 # (world size, settings, first flag, words)
 REFUSED_ON_A_MESH = [
+    (1, {"fake_world_size": 8}, "--fake-world-size", ["8 without --dry-run", "Add --dry-run"]),
+    (1, {"fake_world_size": 0, "dry_run": True}, "--fake-world-size", ["at least one process"]),
     (
         4,
         {"num_distributed_optimizer_instances": 2},

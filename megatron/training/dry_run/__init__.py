@@ -132,10 +132,7 @@ def _unchecked(cfg: RunConfig) -> Iterator[str]:
         yield "GPUs: whether they are there, their memory, FP8 in hardware (assumed)"
         yield "the memory of CUDA, NCCL and the allocator's gaps, which comes on top"
     if cfg.transformer_impl != "native" and cfg.device != "cpu":
-        yield (
-            "Transformer Engine: the figures are those of the native layers; its own keep about as "
-            "much and send about the same"
-        )
+        yield "Transformer Engine: the figures are those of the native layers"
     if cfg.world_size > 1:
         yield "other machines: network, files that are not the same there"
     if cfg.data_path:
