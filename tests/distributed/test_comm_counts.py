@@ -37,6 +37,8 @@ ON_TWO = {
         **ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_num_buckets": 3,
         "bf16": True, "grad_reduce_in_bf16": True,
     },
+    "tp2 overlapped": {**TP2, **FP8, "tp_comm_overlap": True},
+    "tp2 overlapped rs": {**TP2, "tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": True},
     "recompute": {
         **TP2, "recompute_granularity": "full", "recompute_method": "uniform",
         "recompute_num_layers": 1,
@@ -116,7 +118,8 @@ def test_delayed_scaling_adds_one_reduction_a_step(real):
 
 
 def test_scaling_by_the_current_tensor_adds_one_for_every_gathered_one(real):
-    layers, gathered, microbatches = 2, 2, 4
+    layers, microbatches = 2, 4
+    gathered = 2 + 2  # inputs of column-parallel matrices, output gradients of row-parallel ones
     for rows in real["tp2 sp tensorwise"]:
         assert amax_rows(rows) == [("all_reduce", "tp", layers * gathered * microbatches)]
 
@@ -128,7 +131,8 @@ def test_a_gathered_sequence_travels_as_one_byte_an_element(real):
     )
     assert fp8 < bf16
     cfg = config(ON_TWO["tp2 sp delayed"], 2)
-    tokens, layers, gathers = cfg.seq_length * cfg.global_batch_size, 2, 4
+    tokens, layers = cfg.seq_length * cfg.global_batch_size, 2
+    gathers = 2 * 2 + 2  # inputs forward and backward, output gradients
     assert bf16 - fp8 == tokens * cfg.hidden_size * layers * gathers
 
 

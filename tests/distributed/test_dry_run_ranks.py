@@ -40,6 +40,8 @@ LAYOUTS = {
     "tp2 pp2": (4, {**TP2, **PP2, **BF16}),
     "dp4 zero": (4, {**ZERO, **LLAMA, "ddp_bucket_size": 5000}),
     "dp2 pp2 zero tied": (4, {**PP2, **COMPACT}),
+    "dp2 fp8 moments": (2, {**COMPACT, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8",
+                            "ddp_bucket_size": 3000}),
     "two instances": (4, {**ZERO, "num_distributed_optimizer_instances": 2}),
 }  # fmt: skip
 
@@ -78,7 +80,7 @@ def test_what_a_rank_keeps_to_the_byte(real, name):
     for rank, (kept, places, stage) in enumerate(real[name]):
         assert footprint(build_rank(cfg, rank).parts) == kept
         # The same from one rank of each stage, for whatever this rank owns of the optimizer.
-        owned = optimizer_bytes(world.stages[stage].parts)
+        owned = optimizer_bytes(world.stages[stage].parts, cfg)
         shared = cfg.use_distributed_optimizer
         total = sum(own[place if shared else 0] for own, place in zip(owned, places, strict=True))
         assert total == kept.optimizer

@@ -129,7 +129,7 @@ class CompactAdamW(torch.optim.Optimizer):
             self.set_moment(param, kind, values, self._noise(param, kind, group["step"]))
 
     def _noise(self, param: torch.Tensor, kind: str, step: int) -> torch.Generator | None:
-        if self.state[param][kind].dtype != FP8:
+        if self.state[param][kind].dtype != FP8 or param.is_meta:
             return None
         seed = derive_seed("moment", self._seed, self._names[param], kind, step)
         return torch.Generator(param.device).manual_seed(seed)

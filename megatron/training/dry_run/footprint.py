@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.optimizer.mixed import Slot
+from megatron.config import RunConfig
+from megatron.core.mesh import ParallelState
+from megatron.core.optimizer import MixedPrecisionOptimizer, build_optimizer
+from megatron.core.optimizer.moments import BLOCK
 from megatron.training.providers import Parts
 
 
@@ -44,15 +47,11 @@ def _bytes(tensors: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) ->
     return sum(storage.nbytes() for key, storage in own.items() if key not in others)
 
 
-def _optimizer_tensors(parts: Parts) -> Iterator[torch.Tensor]:
-    for slot in parts.optimizer.slots:
+def _optimizer_tensors(optimizer: MixedPrecisionOptimizer) -> Iterator[torch.Tensor]:
+    for slot in optimizer.slots:
         yield slot.master
-        yield from _state(parts, slot)
-
-
-def _state(parts: Parts, slot: Slot) -> list[torch.Tensor]:
-    state = parts.optimizer.inner.state[slot.master]
-    return [value for value in state.values() if isinstance(value, torch.Tensor)]
+        state = optimizer.inner.state[slot.master]
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _fp8_tensors(parts: Parts) -> list[torch.Tensor]:
@@ -66,7 +65,7 @@ def kept_tensors(parts: Parts) -> list[torch.Tensor]:
         *parts.model.parameters(),
         *parts.model.buffers(),
         *(buffer.flat for buffer in parts.ddp.buffers_by_axis),
-        *_optimizer_tensors(parts),
+        *_optimizer_tensors(parts.optimizer),
         *_fp8_tensors(parts),
     ]
 
@@ -77,43 +76,67 @@ def footprint(parts: Parts) -> Footprint:
     return Footprint(
         weights=_bytes(weights),
         gradients=_bytes(buffer.flat for buffer in parts.ddp.buffers_by_axis),
-        optimizer=_bytes(_optimizer_tensors(parts), but=weights),
+        optimizer=_bytes(_optimizer_tensors(parts.optimizer), but=weights),
         fp8=_bytes(_fp8_tensors(parts)),
     )
 
 
-@dataclass(frozen=True)
-class _SlotCost:
-    """Optimizer bytes of a parameter: for each element that a rank updates, and once."""
-
-    element: int
-    once: int
-
-
-def _cost(parts: Parts, slot: Slot) -> _SlotCost:
-    state = _state(parts, slot)
-    shaped = [t for t in state if t.shape == slot.master.shape]
-    once = sum(t.nbytes for t in state if t.shape != slot.master.shape)
-    master = 0 if slot.is_own_master else slot.master.element_size()
-    return _SlotCost(master + sum(t.element_size() for t in shaped), once)
-
-
-def optimizer_bytes(parts: Parts) -> list[dict[int, int]]:
+def optimizer_bytes(parts: Parts, cfg: RunConfig) -> list[dict[int, int]]:
     """Return what the optimizers of all ranks keep that differ in what they own.
+
+    Args:
+        parts: Those of one of these ranks.
+        cfg: The configuration.
 
     Returns:
         For each gradient buffer: rank along its axis -> bytes of optimizer state of its
         parameters. Where every rank updates everything there is one entry, for rank 0.
     """
-    costs = {slot.param.dtype: _cost(parts, slot) for slot in parts.optimizer.slots}
+    costs: dict[torch.dtype, _Cost] = {}
     found = []
     for buffer in parts.ddp.buffers_by_axis:
-        ranks = range(buffer.axis.size) if buffer.sharded else (0,)
         own: dict[int, int] = {}
-        for rank in ranks:
-            sizes = [(p, span.size) for p, span in buffer.ranges_of(rank).items() if span.size]
-            own[rank] = sum(
-                size * costs[p.dtype].element + costs[p.dtype].once for p, size in sizes
-            )
+        for rank in range(buffer.axis.size) if buffer.sharded else (0,):
+            own[rank] = 0
+            for param, span in buffer.ranges_of(rank).items():
+                if param.dtype not in costs:
+                    costs[param.dtype] = _Cost.of(cfg, param.dtype)
+                own[rank] += costs[param.dtype](span.size)
         found.append(own)
     return found
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Optimizer bytes of a parameter.
+
+    Attributes:
+        element: For each element that a rank updates.
+        block: For each block of `moments.BLOCK` elements that is begun.
+        once: Beside that, unless it updates none.
+    """
+
+    element: int
+    block: int
+    once: int
+
+    def __call__(self, elements: int) -> int:
+        if not elements:
+            return 0
+        return elements * self.element - (-elements // BLOCK) * self.block + self.once
+
+    @classmethod
+    def of(cls, cfg: RunConfig, dtype: torch.dtype) -> _Cost:
+        """Find it out with parameters of three sizes."""
+        one, full, begun = (_probe(cfg, dtype, n) for n in (1, BLOCK, BLOCK + 1))
+        element = (full - one) // (BLOCK - 1)
+        block = begun - full - element
+        return cls(element, block, one - element - block)
+
+
+def _probe(cfg: RunConfig, dtype: torch.dtype, elements: int) -> int:
+    """Build an optimizer of one parameter and return what it keeps."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.empty(elements, dtype=dtype, device="meta"))
+    optimizer = build_optimizer(cfg, model, ParallelState.single())
+    return _bytes(_optimizer_tensors(optimizer), but=[model.weight])

@@ -85,6 +85,7 @@ class World:
         self._examples = sorted(first.values())
         self.different = [self.stages[i] for i in self._examples]
         self._traces: dict[Hashable, Trace] = {}
+        self._optimizer: dict[Hashable, list[dict[int, int]]] = {}
 
     def trace(self, pipeline_rank: int) -> Trace:
         """Run a rank of that pipeline rank through a step, or one that holds the same."""
@@ -116,10 +117,18 @@ class World:
             alike.setdefault(self.trace(number).communication(actions), []).append(number)
         return [(tuple(numbers), rows) for rows, numbers in alike.items()]
 
+    def _optimizer_bytes(self, pipeline_rank: int) -> list[dict[int, int]]:
+        """What the optimizers of all replicas keep; the same for ranks that hold the same."""
+        content = self._content[pipeline_rank]
+        if content not in self._optimizer:
+            parts = self.stages[pipeline_rank].parts
+            self._optimizer[content] = optimizer_bytes(parts, self.config)
+        return self._optimizer[content]
+
     def _describe(self, number: int) -> RankClass:
         rank, actions = self.stages[number], self.schedule[number]
         trace, kept = self.trace(number), footprint(rank.parts)
-        optimizer = optimizer_bytes(rank.parts)
+        optimizer = self._optimizer_bytes(number)
         return RankClass(
             pipeline_ranks=(),
             ranks=self.config.world_size // len(self.stages),
