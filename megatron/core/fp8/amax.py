@@ -110,6 +110,42 @@ class Slots:
 
 
 @dataclass(frozen=True)
+class GroupView:
+    """Live view of the scaling state of several layers in one direction, next to each other.
+
+    Attributes:
+        slots: The layers, in the order of their columns.
+        direction: `forward` or `backward`.
+    """
+
+    slots: tuple[Slots, ...]
+    direction: str
+
+    @property
+    def columns(self) -> slice:
+        """Where the columns are in the book."""
+        book = self.slots[0].book
+        first = book.columns(self.slots[0].path, self.direction)
+        last = book.columns(self.slots[-1].path, self.direction)
+        return slice(first.start, last.stop)
+
+    @property
+    def amax_history(self) -> torch.Tensor:
+        """fp32 `[L, columns]`; row 0 is the staging row, the last row the newest."""
+        return self.slots[0].book.history[:, self.columns]
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """fp32 `[columns]`: multiplies when a tensor is quantized."""
+        return self.slots[0].book.scale[self.columns]
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        """fp32 `[columns]`: multiplies when a tensor is read back. A copy."""
+        return self.scale.reciprocal()
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Scales at one moment.
 

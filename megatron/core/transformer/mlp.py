@@ -109,8 +109,8 @@ class _SwiGLU(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         width = rows.shape[1] // 2
         out = rows.new_empty(rows.shape[0], width)
-        for block in _blocks(rows):
-            gate, up = _wide(rows[block, :width]), _wide(rows[block, width:])
+        for block in row_blocks(rows):
+            gate, up = widened(rows[block, :width]), widened(rows[block, width:])
             out[block] = F.silu(gate).mul_(up)
         return out.view(*x.shape[:-1], width)
 
@@ -121,9 +121,9 @@ class _SwiGLU(torch.autograd.Function):
         width = rows.shape[1] // 2
         d_out = grads[0].reshape(-1, width)
         d_rows = torch.empty_like(rows)
-        for block in _blocks(rows):
+        for block in row_blocks(rows):
             gate, up, d_y = (
-                _wide(part) for part in (rows[block, :width], rows[block, width:], d_out[block])
+                widened(part) for part in (rows[block, :width], rows[block, width:], d_out[block])
             )
             d_rows[block, width:] = F.silu(gate).mul_(d_y)
             d_rows[block, :width] = torch.ops.aten.silu_backward(d_y.mul_(up), gate)
@@ -133,13 +133,13 @@ class _SwiGLU(torch.autograd.Function):
 _swiglu: Callable[[Tensor], Tensor] = _SwiGLU.apply
 
 
-def _wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """A copy that may be written to, in fp32 or wider."""
     wider = torch.promote_types(x.dtype, torch.float32)
     return x.to(wider, copy=True)
 
 
-def _blocks(rows: Tensor) -> Iterator[slice]:
+def row_blocks(rows: Tensor) -> Iterator[slice]:
     """Slices of rows: cache-sized on a CPU, all at once elsewhere."""
     count = rows.shape[0]
     on_cpu = rows.device.type == "cpu"
