@@ -79,7 +79,9 @@ def coerce(spec: Spec, value: Any) -> Any:
         raise ValueError(f"It takes {wanted}")
     try:
         if spec.many:
-            items = value.split() if isinstance(value, str) else tuple(value)
+            if isinstance(value, str):
+                value = value.split()
+            items = (value,) if isinstance(value, int | float) else tuple(value)
             result: Any = tuple(_scalar(spec, item) for item in items)
         else:
             result = _scalar(spec, value)
