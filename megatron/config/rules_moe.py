@@ -278,7 +278,7 @@ def _shares(c: Draft) -> Iterator[tuple[str, str, str]]:
 
 @rule
 def experts_divide_evenly(c: Draft) -> Iterator[Problem]:
-    """Experts split evenly over EP ranks, their widths over ETP ranks (the shared one's over TP)."""
+    """Experts split evenly over EP ranks, their widths over ETP ranks, a shared one's over TP."""
     if c.num_experts is None:
         return
     for name, axis, why in _shares(c):

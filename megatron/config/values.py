@@ -81,7 +81,8 @@ def coerce(spec: Spec, value: Any) -> Any:
         if spec.many:
             if isinstance(value, str):
                 value = value.split()
-            items = (value,) if isinstance(value, int | float) else tuple(value)
+            one = isinstance(value, int | float) and spec.kind is not str
+            items = (value,) if one else tuple(value)
             result: Any = tuple(_scalar(spec, item) for item in items)
         else:
             result = _scalar(spec, value)
