@@ -99,7 +99,7 @@ class RowGroupedLinear(Protocol):
         build: Build,
         init_method: InitMethod,
     ) -> nn.Module:
-        """Construct it; `forward(x [T, in/etp], tokens_per_expert) -> y [T, out]`, a partial sum."""
+        """Construct it; `forward(x [T, in/etp], tokens_per_expert) -> y [T, out]`, partial sums."""
 
 
 class NormFactory(Protocol):

@@ -1,8 +1,8 @@
 """`grouped_linear`: one linear layer for each expert, on the tokens that were sent to it.
 
-The rows of the input are sorted by expert. Each expert multiplies as `linear` does, with quantizers,
-scales and a weight cache of its own, so an expert is bit for bit the dense layer of the same path.
-An expert without tokens does nothing: it records no magnitude and keeps its scales.
+The rows of the input are sorted by expert. Each expert multiplies as `linear` does, with scales and
+a weight cache of its own, so an expert is bit for bit the dense layer of the same path. An expert
+without tokens does nothing: it records no magnitude and keeps its scales.
 
 One autograd node serves all experts of a rank.
 """
@@ -43,16 +43,30 @@ def grouped_linear(
         MegatronError: The counts do not fit the experts or the rows.
     """
     counts = tuple(tokens_per_expert)
-    if len(counts) != len(weights) or sum(counts) != x.shape[0]:
+    check_counts(counts, len(weights), x)
+    return _grouped_linear(x, tuple(precisions), counts, *weights)
+
+
+def check_counts(counts: Sequence[int], num_experts: int, x: torch.Tensor) -> None:
+    """Refuse counts that do not fit.
+
+    Args:
+        counts: Rows of each expert.
+        num_experts: Experts of this rank.
+        x: `[T, in]`.
+
+    Raises:
+        MegatronError: They are not one count for each expert, or not all rows together.
+    """
+    if len(counts) != num_experts or sum(counts) != x.shape[0]:
         raise MegatronError(
             complaint(
                 "tokens_per_expert",
                 list(counts),
-                f"There are {len(weights)} experts and {x.shape[0]} rows",
+                f"There are {num_experts} experts and {x.shape[0]} rows",
                 "Pass one count for each local expert; together they are all rows",
             )
         )
-    return _grouped_linear(x, tuple(precisions), counts, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -66,7 +80,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         y = x.new_empty(x.shape[0], weights[0].shape[0], dtype=weights[0].dtype)
         kept = _Kept(ctx.needs_input_grad[0])
-        parts, outputs = x.split(counts), y.split(counts)
+        parts, outputs = torch.split(x, counts), torch.split(y, counts)
         for part, out, weight, precision in zip(parts, outputs, weights, precisions, strict=True):
             if part.shape[0]:
                 kept.add(*_forward(part, out, weight, precision))
@@ -83,9 +97,9 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         dx = grad.new_empty(ctx.shape, dtype=ctx.dtype) if wants_dx else None
-        dx_parts = dx.split(ctx.counts) if dx is not None else (None,) * len(ctx.counts)
+        dx_parts = torch.split(dx, ctx.counts) if dx is not None else (None,) * len(ctx.counts)
         operands, weight_grads = _Kept.load(ctx), []
-        for i, dy in enumerate(grad.split(ctx.counts)):
+        for i, dy in enumerate(torch.split(grad, ctx.counts)):
             dw = _backward(
                 dy, dx_parts[i], operands[i], ctx.weights[i], ctx.precisions[i], wants_dw[i]
             )
