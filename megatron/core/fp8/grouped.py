@@ -42,7 +42,7 @@ def grouped_linear(
     Raises:
         MegatronError: The counts do not fit the experts or the rows.
     """
-    counts = tuple(tokens_per_expert)
+    counts = list(tokens_per_expert)
     check_counts(counts, len(weights), x)
     return _grouped_linear(x, tuple(precisions), counts, *weights)
 
@@ -75,7 +75,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         precisions: tuple[LinearPrecision, ...],
-        counts: tuple[int, ...],
+        counts: list[int],
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         y = x.new_empty(x.shape[0], weights[0].shape[0], dtype=weights[0].dtype)

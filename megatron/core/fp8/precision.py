@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -212,6 +212,16 @@ class LinearPrecision:
             device=self.state.device,
         )
         return PrecisionRow(self.path, gemm, name, name, kernel)
+
+
+def group_rows(experts: Sequence[LinearPrecision], path: str) -> list[PrecisionRow]:
+    """The lines of a group of experts in the precision table: one layer, since all are alike.
+
+    Args:
+        experts: Its layers; none for something else than a group.
+        path: The group's path.
+    """
+    return [replace(row, path=path) for row in experts[0].rows()] if experts else []
 
 
 def group_meta(experts: Sequence[LinearPrecision]) -> dict[str, Any]:

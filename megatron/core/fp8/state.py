@@ -10,7 +10,8 @@ import torch
 
 from megatron.core.capability import has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
-from megatron.core.fp8.amax import AmaxBook
+from megatron.core.fp8.amax import AmaxBook, refuse_missing
+from megatron.core.fp8.expert_state import stack_experts, take_experts
 from megatron.core.fp8.formats import Format
 from megatron.core.fp8.gemm import EMULATIONS
 from megatron.core.fp8.policy import Fp8Policy
@@ -236,12 +237,16 @@ class Fp8State:
     # -- checkpoint -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Recipe and scaling state by layer path: plain values and CPU tensors."""
-        recipe = self.recipe
+        """Recipe and scaling state by layer path: plain values and CPU tensors.
+
+        Experts are under `experts`, see `stack_experts`; each process has its own.
+        """
+        recipe, experts = self.recipe, self.expert_book
         return {
             "recipe": recipe.name if recipe else "none",
             "format": recipe.fp8_format.name.lower() if recipe else "none",
             "layers": self.book.state_dict() if self.book is not None else {},
+            "experts": stack_experts(experts.state_dict()) if experts is not None else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> list[str]:
@@ -260,12 +265,18 @@ class Fp8State:
         wanted = self.recipe.name if self.recipe else "none"
         if saved != wanted:
             return [_dropped(saved, wanted, self.book is not None)]
-        if self.book is None or state is None:
+        if self.book is None or self.expert_book is None or state is None:
             return []
-        messages = self.book.load_state_dict(state["layers"])
+        experts = take_experts(state.get("experts", {}), self.expert_book.paths())
+        layers = {**state["layers"], **experts}
+        refuse_missing([path for book in self.books for path in book.paths()], layers)
+        messages = []
+        for book in self.books:
+            messages += [m for m in book.load_state_dict(layers) if m not in messages]
         old, new = Format[state["format"].upper()], self.book.recipe.fp8_format
         if old is not new:
-            self.book.rescale(old.forward.max, old.backward.max)
+            for book in self.books:
+                book.rescale(old.forward.max, old.backward.max)
             messages.append(
                 f"FP8 state: saved with format {old.name.lower()}, running {new.name.lower()};"
                 " scales were converted."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from megatron.config.placement import Stage, whole_model
-from megatron.core.fp8.precision import PrecisionRow, dtype_name
+from megatron.core.fp8.precision import PrecisionRow, dtype_name, group_rows
 from megatron.core.models.gpt.embedding import LanguageModelEmbedding, TiedWordEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import gpt_decoder_spec
 from megatron.core.models.gpt.output_layer import OutputLayer
@@ -163,6 +163,7 @@ class GPTModel(nn.Module):
             precision = getattr(module, "precision", None)
             if precision is not None:
                 rows += precision.rows()
+            rows += group_rows(getattr(module, "precisions", ()), path)
             for name, kernel, reason in _OUTSIDE_FP8:
                 if path.endswith(name):
                     rows.append(PrecisionRow(path, "all", plain, plain, kernel, reason))

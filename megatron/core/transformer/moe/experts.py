@@ -40,7 +40,7 @@ class GroupedMLP(nn.Module):
         config = build.config
         init = init_methods(config)
         gated = 2 if config.swiglu else 1
-        width = config.moe_ffn_hidden_size or config.ffn_hidden_size
+        width = config.moe_ffn_hidden_size
         self.activation = weighted(None if config.swiglu else activation(config))
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
