@@ -37,18 +37,22 @@ class MLP(nn.Module):
     Args:
         build: Configuration, mesh, path and the rest that the linear layers need.
         submodules: Their specifications.
+        ffn_hidden_size: Width between the matrices; default the configuration's.
     """
 
-    def __init__(self, *, build: Build, submodules: MLPSubmodules) -> None:
+    def __init__(
+        self, *, build: Build, submodules: MLPSubmodules, ffn_hidden_size: int | None = None
+    ) -> None:
         super().__init__()
         config = build.config
+        width = ffn_hidden_size or config.ffn_hidden_size
         init = init_methods(config)
         gated = 2 if config.swiglu else 1
         self.activation = activation(config)
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             config.hidden_size,
-            gated * config.ffn_hidden_size,
+            gated * width,
             build=build.at("linear_fc1"),
             init_method=init.hidden,
             bias=config.add_bias_linear,
@@ -56,7 +60,7 @@ class MLP(nn.Module):
         )
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
-            config.ffn_hidden_size,
+            width,
             config.hidden_size,
             build=build.at("linear_fc2"),
             init_method=init.output,
