@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megatron.core import wire
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_gather, reduce_scatter
 
@@ -63,9 +63,7 @@ def reduce_scatter_rows(x: torch.Tensor, rows: Rows, axis: Axis) -> torch.Tensor
 
 def _all_to_all(x: torch.Tensor, sent: Rows, received: Rows, axis: Axis) -> torch.Tensor:
     out = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(
-        out, x.contiguous(), list(received), list(sent), group=axis.group
-    )
+    wire.all_to_all(out, x.contiguous(), axis, received=received, sent=sent)
     return out
 
 
@@ -80,7 +78,7 @@ def _gather_uneven(x: torch.Tensor, rows: Rows, axis: Axis) -> torch.Tensor:
 
 def _reduce_scatter_uneven(x: torch.Tensor, rows: Rows, axis: Axis) -> torch.Tensor:
     blocks = x.new_zeros((axis.size, max(rows), *x.shape[1:]))
-    for block, part in zip(blocks, x.split(list(rows)), strict=True):
+    for block, part in zip(blocks, torch.split(x, list(rows)), strict=True):
         block[: part.shape[0]] = part
     return reduce_scatter(blocks.flatten(0, 1), axis)[: rows[axis.rank]]
 

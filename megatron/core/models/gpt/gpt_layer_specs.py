@@ -42,17 +42,16 @@ def gpt_layer_spec(config: RunConfig, backend: Backend, layer_number: int = 1) -
         k_layernorm=head_norm,
     )
     has_experts = moe_layers(config)[layer_number - 1]
-    mlp = MLPSubmodules(
+    matrices = MLPSubmodules(
         linear_fc1=ModuleSpec(backend.layernorm_column_parallel_linear),
         linear_fc2=ModuleSpec(backend.row_parallel_linear),
     )
+    dense = ModuleSpec(MLP, submodules=matrices)
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=ModuleSpec(SelfAttention, submodules=attention),
-            mlp=_experts(config, backend, layer_number)
-            if has_experts
-            else ModuleSpec(MLP, submodules=mlp),
+            mlp=_experts(config, backend, layer_number) if has_experts else dense,
             pre_mlp_layernorm=ModuleSpec(backend.norm) if has_experts else None,
         ),
     )

@@ -163,8 +163,8 @@ class GPTModel(nn.Module):
         plain = self._plain
         rows: list[PrecisionRow] = []
         for path, module in self.named_modules():
-            own = getattr(module, "precision", None)
-            for precision in getattr(module, "precisions", [] if own is None else [own]):
+            precision = getattr(module, "precision", None)
+            if precision is not None:
                 rows += precision.rows()
             if isinstance(module, Router):
                 dtype = self.config.moe_router_dtype

@@ -72,30 +72,30 @@ def choose(logits: Tensor, rule: Choice, bias: Tensor | None = None) -> tuple[Te
     """
     if rule.score_function == "softmax":
         scores = logits.softmax(-1) if rule.pre_softmax else logits
-        weights, experts = _best(scores, rule)
+        experts = _best(scores, rule)
         weights = scores.gather(1, experts)
         if not rule.pre_softmax:
             weights = weights.softmax(-1)
     else:
         scores = _independent_scores(logits, rule.score_function)
-        _, experts = _best(scores if bias is None else scores + bias, rule)
+        experts = _best(scores if bias is None else scores + bias, rule)
         weights = scores.gather(1, experts)
         if rule.topk > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + _EPSILON)
     return experts, weights if rule.scaling_factor is None else weights * rule.scaling_factor
 
 
-def _best(scores: Tensor, rule: Choice) -> tuple[Tensor, Tensor]:
-    """The `k` best scores and their experts, all from the best groups if there are groups."""
+def _best(scores: Tensor, rule: Choice) -> Tensor:
+    """The experts of the `k` best scores, all from the best groups if there are groups."""
     scores = scores.detach()
     if rule.num_groups is None or rule.group_topk is None:
-        return scores.topk(rule.topk, dim=-1)
-    grouped = scores.unflatten(-1, (rule.num_groups, -1))  # [T, G, E/G]
+        return scores.topk(rule.topk, dim=-1).indices
+    grouped = scores.view(scores.shape[0], rule.num_groups, -1)  # [T, G, E/G]
     rank = grouped.topk(rule.topk // rule.group_topk, dim=-1).values.sum(-1)
     groups = rank.topk(rule.group_topk, dim=-1).indices
     allowed = torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, groups, True)
     grouped = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf"))
-    return grouped.flatten(-2).topk(rule.topk, dim=-1)
+    return grouped.flatten(1).topk(rule.topk, dim=-1).indices
 
 
 def _independent_scores(logits: Tensor, score_function: str) -> Tensor:
@@ -125,9 +125,7 @@ def balanced_scores(logits: Tensor, score_function: str) -> Tensor:
     return _log_score(logits, score_function).softmax(-1)
 
 
-def sinkhorn_choice(
-    logits: Tensor, topk: int, axis: Axis, training: bool
-) -> tuple[Tensor, Tensor]:
+def sinkhorn_choice(logits: Tensor, topk: int, axis: Axis, training: bool) -> tuple[Tensor, Tensor]:
     """Choose experts so that all get about the same number of tokens.
 
     In training the choice comes from `sinkhorn`, in evaluation from the scores themselves. The

@@ -16,12 +16,14 @@ Shape legend: T local tokens, h hidden, E experts, e local experts, k experts a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron.core import wire
 from megatron.core.mesh import ParallelState
 from megatron.core.tensor_parallel.mappings import (
     all_gather,
@@ -171,10 +173,9 @@ class AllToAllDispatcher:
             fill: The number if it is the same for all, so that nobody has to be asked.
             device: Where the rows are.
         """
+        counts = torch.tensor(own, device=device).repeat(self.both.size)
         if fill is None:
-            counts = all_gather(torch.tensor(own, device=device).unsqueeze(0), self.both)
-        else:
-            counts = torch.full((self.both.size, self.num_experts), fill)
+            wire.all_gather(counts, counts[: self.num_experts].clone(), self.both)
         # [sending rank, its place among those that share an expert, receiving rank, its expert]
         table = counts.cpu().view(self.ep.size, self.etp.size, self.ep.size, self.local)
         arriving = table[:, :, self.ep.rank].transpose(0, 1)  # [etp, ep, e]
@@ -187,4 +188,7 @@ class AllToAllDispatcher:
         )
 
 
-DISPATCHERS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+DISPATCHERS: dict[str, Callable[[ParallelState, int], Dispatcher]] = {
+    "allgather": AllGatherDispatcher,
+    "alltoall": AllToAllDispatcher,
+}

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_replicated_along_first_dim,
     scatter_along_first_dim,
 )
-from megatron.core.transformer.moe.dispatcher import DISPATCHERS, Dispatcher
+from megatron.core.transformer.moe.dispatcher import DISPATCHERS
 from megatron.core.transformer.moe.router import Router, Routing
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -51,9 +51,7 @@ class MoELayer(nn.Module):
         self._is_split = config.sequence_parallel and mesh.tp.size > 1
         self._fills_up = config.moe_pad_expert_input_to_capacity
         self.router = Router(build=build.at("router"), layer_number=layer_number)
-        self.dispatcher: Dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](
-            mesh, config.num_experts
-        )
+        self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](mesh, config.num_experts)
         self.experts = build_module(
             submodules.experts,
             build=build.at("experts"),

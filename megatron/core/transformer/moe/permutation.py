@@ -40,7 +40,9 @@ class RowPlan:
 
 
 @torch.no_grad()
-def plan_rows(experts: Tensor, first: int, last: int, rows_per_expert: int | None = None) -> RowPlan:
+def plan_rows(
+    experts: Tensor, first: int, last: int, rows_per_expert: int | None = None
+) -> RowPlan:
     """Sort the slots of some experts: by expert, then by token.
 
     Args:
@@ -155,7 +157,8 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _take(grads[0], *ctx.saved_tensors, ctx.has_padding), None
+        slot_of_row, row_of_slot = ctx.saved_tensors
+        return _take(grads[0], slot_of_row, row_of_slot, ctx.has_padding), None
 
 
 _to_rows: Callable[..., Tensor] = _ToRows.apply

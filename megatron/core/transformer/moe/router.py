@@ -151,9 +151,7 @@ class Router(nn.Module):
         # Replicas are averaged in the end, and each has a part of this term only.
         return losses.balance_loss(scores, loads, whole, self.topk) * mesh.dp.size
 
-    def _within_capacity(
-        self, experts: Tensor, weights: Tensor, shape: tuple[int, int]
-    ) -> Tensor:
+    def _within_capacity(self, experts: Tensor, weights: Tensor, shape: tuple[int, int]) -> Tensor:
         capacity = self.capacity(experts.shape[0])
         if capacity is None:
             return experts
