@@ -39,7 +39,7 @@ def run_grouped(rank, world_size, kind, settings, stride):
     for _ in range(2):
         layer.zero_grad()
         if kind == "row":
-            local_x, local_d = split(x, etp, dim=-1).requires_grad_(), d_y
+            local_x, local_d = split(x, etp, dim=-1).clone().requires_grad_(), d_y
         else:
             local_x = x.clone().requires_grad_()
             local_d = torch.cat([split(p, etp, dim=-1) for p in d_y.chunk(stride, dim=-1)], dim=-1)
