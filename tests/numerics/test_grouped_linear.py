@@ -22,10 +22,12 @@ EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.k
 class Experts:
     """The same experts, computed together or one by one."""
 
-    def __init__(self, recipe, together, *, dtype=torch.bfloat16, wgrad=True, emulation="fast"):
+    def __init__(self, recipe, together, *, dtype=torch.bfloat16, wgrad=True, **options):
         self.together = together
         policy = Fp8Policy(recipe=recipe, wgrad=wgrad)
+        emulation = options.get("emulation", "fast")
         self.state = Fp8State(policy, params_dtype=dtype, emulation=emulation)
+        self.state.hardware = options.get("hardware", False)  # torch has the product on a CPU too
         generator = torch.Generator().manual_seed(0)
         self.weights, self.precisions = [], []
         for number in range(4):
@@ -62,7 +64,9 @@ class Experts:
 
 @EVERY_RECIPE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("options", [{}, {"wgrad": False}, {"emulation": "exact"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"wgrad": False}, {"emulation": "exact"}, {"hardware": True}], ids=str
+)
 def test_experts_are_dense_layers(recipe, dtype, options):
     together, alone = (Experts(recipe, t, dtype=dtype, **options) for t in (True, False))
     for seed, counts in enumerate(COUNTS):
