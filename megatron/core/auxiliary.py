@@ -76,7 +76,8 @@ class Auxiliary:
         """Return this rank's sums, fp64 `[names, layers]`; 0 where nothing was added."""
         table = torch.zeros(len(names), num_layers, dtype=torch.float64, device=device)
         for (name, layer), value in self._losses.items():
-            table[names.index(name), layer] = value
+            if name in names:
+                table[names.index(name), layer] = value
         return table
 
     def loads(self, num_layers: int, num_experts: int, device: torch.device) -> torch.Tensor:
