@@ -83,7 +83,7 @@ PACKED = {"reset_attention_mask": True, "reset_position_ids": True}
 INTERLEAVED = {**PP2, "num_layers": 4, "num_virtual_stages_per_pipeline_rank": 2}
 UNEVEN = {**PP2, "num_layers": 3, "decoder_first_pipeline_num_layers": 2}
 
-# (model, layout, ranks)
+# Model, layout, number of ranks.
 LAYOUTS = [
     ("mixtral", EP2, 2),
     ("mixtral", EP2 | A2A, 2),
