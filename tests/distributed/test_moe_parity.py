@@ -32,6 +32,12 @@ GLOBAL = {
     "moe_aux_loss_coeff": [0.4],
     "micro_batch_size": 4,
 }
+# Whoever cuts the batch into whichever microbatches: these two do not notice.
+SEQUENCE = {
+    **EXPERTS,
+    "moe_router_load_balancing_type": ["seq_aux_loss"],
+    "moe_aux_loss_coeff": [0.4],
+}
 DEEPSEEK = {
     **MIXTRAL,
     "moe_layer_freq": "([0]*1+[1]*1)",
@@ -54,6 +60,7 @@ SINKHORN = {
 MODELS = {
     "mixtral": MIXTRAL,
     "global": GLOBAL,
+    "sequence": SEQUENCE,
     "deepseek": DEEPSEEK,
     "dropping": DROPPING,
     "by position": BY_POSITION,
@@ -107,6 +114,8 @@ LAYOUTS = [
     ("mixtral", EP2 | PACKED, 2),
     ("global", EP2 | {"micro_batch_size": 2}, 2),
     ("global", TP2 | CP2, 4),
+    ("sequence", {"micro_batch_size": 8}, 1),
+    ("sequence", EP2 | {"micro_batch_size": 1}, 4),
     ("deepseek", EP2 | A2A, 2),
     ("deepseek", TP2 | SP | CP2 | EP2, 4),
     ("deepseek", PP2 | FULL, 2),
