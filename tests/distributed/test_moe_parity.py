@@ -195,7 +195,9 @@ DELAYED = {
 
 
 @pytest.mark.parametrize("dtype", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layout", [EP2, EP2 | A2A], ids=["allgather", "alltoall"])
+@pytest.mark.parametrize(
+    "layout", [EP2, EP2 | A2A, {}], ids=["allgather", "alltoall", "two replicas"]
+)
 def test_delayed_scales_are_those_of_one_process(layout, dtype):
     """In the first step every rank sees the tensors of one process, expert by expert."""
     expected = run_layout(MIXTRAL | DELAYED | dtype, 1, 1)[0]

@@ -66,7 +66,7 @@ def test_the_scale_of_a_term_is_that_of_its_backward():
     """Backward of one microbatch may run after the forward of the next."""
     state = Auxiliary()
     x = torch.ones(1, requires_grad=True)
-    y = state.attach(x, x * 1.0)
+    y = state.attach(x, x.sum())
     state.start(gradient_scale=5.0)
     y.sum().backward()
     assert x.grad.item() == 1 + 5
