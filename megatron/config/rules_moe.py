@@ -22,6 +22,8 @@ def expert_settings_need_experts(c: Draft) -> Iterator[Problem]:
     """Settings of mixture-of-experts layers are given only with --num-experts."""
     if c.num_experts is not None or "num_experts" in c.broken:
         return
+    if c.given.get("use_checkpoint_args") and c.load is not None:
+        return  # perhaps the checkpoint has experts; asked again when that is known
     changed = [flag_of(n) for n in _WITH_EXPERTS if n != "num_experts" and _given(c, n)]
     if (c.given.get("expert_tensor_parallel_size") or 1) > 1:
         changed.append("--expert-tensor-parallel-size")

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import make_config
+from megatron.config import ConfigError, make_config
 from megatron.core.errors import CheckpointError
 from megatron.training.checkpoint_config import adopt, check_same_model, differences
+from megatron.training.checkpointing import with_checkpoint_args
 from tests.small_models import GQA, LLAMA, small_config
 
 TRAINING = {"micro_batch_size": 2, "train_iters": 3, "mock_data": True, "lr": 1e-3}
@@ -74,3 +75,18 @@ def test_a_longer_context_needs_finetune():
     wider = small_config(**{**LLAMA, "hidden_size": 64}, load="x", finetune=True)
     with pytest.raises(CheckpointError, match="--hidden-size"):
         check_same_model(settings, wider)
+
+
+def test_experts_may_come_from_the_checkpoint():
+    cfg = bare(expert_model_parallel_size=2, world_size=2)
+    assert cfg.num_experts is None
+    settings = saved(**LLAMA, num_experts=4, moe_ffn_hidden_size=16)
+    cfg = adopt(cfg, settings)
+    assert (cfg.num_experts, cfg.expert_model_parallel_size) == (4, 2)
+    assert cfg.replace(use_checkpoint_args=False).num_experts == 4
+
+
+def test_settings_of_experts_are_refused_if_the_checkpoint_has_none(tmp_path):
+    cfg = bare(load=str(tmp_path), moe_token_dispatcher_type="alltoall", num_layers=2)
+    with pytest.raises(ConfigError, match="moe-token-dispatcher-type: got no --num-experts"):
+        with_checkpoint_args(cfg)
