@@ -20,7 +20,16 @@ def bare(**settings):
     return make_config(**{**TRAINING, "load": "x", "use_checkpoint_args": True, **settings})
 
 
-@pytest.mark.parametrize("model", [{}, LLAMA, {**LLAMA, **GQA}, {**GQA, "num_query_groups": 4}])
+MOE = {
+    **LLAMA, "num_experts": 4, "moe_layer_freq": "[0,1]", "moe_ffn_hidden_size": 32,
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model", [{}, LLAMA, {**LLAMA, **GQA}, {**GQA, "num_query_groups": 4}, MOE]
+)
 def test_a_model_is_taken_over_whole(model):
     settings = saved(**model)
     cfg = adopt(bare(), settings)
@@ -63,6 +72,16 @@ def test_every_difference_of_the_model_is_refused_at_once():
 )
 def test_differences_without_effect_on_the_weights_are_fine(was, now):
     assert check_same_model(saved(**was), small_config(**now)) == []
+
+
+def test_patterns_of_layers_are_compared_by_what_they_say():
+    settings = {**saved(**MOE), "moe_layer_freq": "[0, 1]"}
+    assert check_same_model(settings, small_config(**MOE)) == []
+    others = small_config(**{**MOE, "moe_layer_freq": "1", "moe_router_topk": 3}, load="x")
+    with pytest.raises(CheckpointError) as failure:
+        check_same_model(settings, others)
+    assert "--moe-layer-freq is [0, 1] in the checkpoint and 1" in str(failure.value)
+    assert "--moe-router-topk is 2 in the checkpoint and 3" in str(failure.value)
 
 
 def test_a_longer_context_needs_finetune():
