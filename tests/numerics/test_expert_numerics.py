@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from megatron.core.fp8 import DelayedScaling, Float8CurrentScaling, Fp8Policy, Fp8State, linear
 from megatron.core.fp8.grouped import grouped_linear
+from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.tensor_parallel.random import checkpoint
 
 RECIPES = {
@@ -23,7 +26,7 @@ class Experts:
     """The same experts, computed together or one by one."""
 
     def __init__(self, recipe, together, *, dtype=torch.bfloat16, wgrad=True, **options):
-        self.together = together
+        self.together, self.later = together, None
         policy = Fp8Policy(recipe=recipe, wgrad=wgrad)
         emulation = options.get("emulation", "fast")
         self.state = Fp8State(policy, params_dtype=dtype, emulation=emulation)
@@ -42,7 +45,7 @@ class Experts:
 
     def __call__(self, x, counts):
         if self.together:
-            return grouped_linear(x, self.weights, self.precisions, counts)
+            return grouped_linear(x, self.weights, self.precisions, counts, self.later)
         parts = zip(x.split(counts), self.weights, self.precisions, strict=True)
         return torch.cat([linear(p, w, None, c) for p, w, c in parts if p.shape[0]])
 
@@ -180,3 +183,22 @@ def test_each_weight_is_cast_once_until_weight_or_scale_changes():
         experts.weights[2].mul_(2)
     second = codes()
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, True]
+
+
+@EVERY_RECIPE
+def test_weight_gradients_that_are_put_off_are_the_same(recipe):
+    queue, results = WeightGradQueue(), []
+    for put_off in (False, True):
+        experts = Experts(recipe, True)
+        for seed, counts in enumerate(COUNTS):
+            experts.later = queue if put_off else None
+            with queue.collect(seed) if put_off else nullcontext():
+                experts.step(counts, seed)
+        if put_off:
+            assert float(experts.weights[0].main_grad.abs().sum()) == 0
+            assert queue.owes(experts.weights[1])
+            for seed in range(len(COUNTS)):
+                queue.run(seed)
+        results.append(experts.results())
+    for now, later in zip(*results, strict=True):
+        assert torch.equal(now, later)

@@ -10,6 +10,7 @@ One autograd node serves all experts of a rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron.core.fp8.linear import accumulates, weight_grad
 from megatron.core.fp8.precision import LinearPrecision
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.fp8.weight_grads import WeightGradQueue
 
 
 def grouped_linear(
@@ -27,6 +29,7 @@ def grouped_linear(
     weights: Sequence[torch.Tensor],
     precisions: Sequence[LinearPrecision],
     tokens_per_expert: Sequence[int],
+    later: WeightGradQueue | None = None,
 ) -> torch.Tensor:
     """`x_e @ weight_e.T` for the rows of every expert, in its precision.
 
@@ -35,6 +38,7 @@ def grouped_linear(
         weights: One `[out, in]` for each expert; `main_grad` as for `linear`.
         precisions: How each expert computes.
         tokens_per_expert: Rows of each expert, in order; any may be 0.
+        later: As for `linear`.
 
     Returns:
         `[T, out]` in the type of the weights.
@@ -44,7 +48,7 @@ def grouped_linear(
     """
     counts = list(tokens_per_expert)
     check_counts(counts, len(weights), x)
-    return _grouped_linear(x, tuple(precisions), counts, *weights)
+    return _grouped_linear(x, tuple(precisions), counts, later, *weights)
 
 
 def check_counts(counts: Sequence[int], num_experts: int, x: torch.Tensor) -> None:
@@ -76,6 +80,7 @@ class _GroupedLinear(torch.autograd.Function):
         x: torch.Tensor,
         precisions: tuple[LinearPrecision, ...],
         counts: list[int],
+        later: WeightGradQueue | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         y = x.new_empty(x.shape[0], weights[0].shape[0], dtype=weights[0].dtype)
@@ -89,22 +94,21 @@ class _GroupedLinear(torch.autograd.Function):
         # The parameters themselves: recomputation hands back saved tensors as new objects, and
         # those would have no main_grad.
         ctx.weights, ctx.precisions, ctx.counts = weights, precisions, counts
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.shape, ctx.dtype, ctx.later = x.shape, x.dtype, later
         kept.save(ctx)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         dx = grad.new_empty(ctx.shape, dtype=ctx.dtype) if wants_dx else None
         dx_parts = torch.split(dx, ctx.counts) if dx is not None else (None,) * len(ctx.counts)
         operands, weight_grads = _Kept.load(ctx), []
         for i, dy in enumerate(torch.split(grad, ctx.counts)):
-            dw = _backward(
-                dy, dx_parts[i], operands[i], ctx.weights[i], ctx.precisions[i], wants_dw[i]
-            )
-            weight_grads.append(dw)
-        return dx, None, None, *weight_grads
+            weight, precision = ctx.weights[i], ctx.precisions[i]
+            job = _backward(dy, dx_parts[i], operands[i], weight, precision, wants_dw[i])
+            weight_grads.append(None if job is None else _now_or_later(job, weight, ctx.later))
+        return dx, None, None, None, *weight_grads
 
 
 def _forward(
@@ -138,29 +142,52 @@ def _backward(
     weight: torch.Tensor,
     precision: LinearPrecision,
     wants_dw: bool,
-) -> torch.Tensor | None:
-    """One expert's gradients: of the input into `dx`, of the weight into `main_grad` or returned.
+) -> Callable[[], torch.Tensor | None] | None:
+    """One expert's gradient of its input, into `dx`, and how to compute that of its weight.
 
     What the forward kept says in which precision it ran.
     """
     x, weight_col = operands
     if not dy.shape[0]:
-        return _no_weight_grad(weight) if wants_dw else None
-    if dx is not None and not isinstance(weight_col, QuantizedTensor):
-        dx.copy_(gemm_nt(dy, weight_col.t(), out_dtype=dy.dtype))
-    dy_row = None
-    emulation = precision.state.emulation
+        return partial(_no_weight_grad, weight) if wants_dw else None
+    rows: Operand = dy
     if isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor):
-        dy_row = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)
-    if dx is not None and dy_row is not None:
-        dx.copy_(gemm_nt(dy_row, weight_col, out_dtype=weight.dtype, emulation=emulation))
+        rows = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)
+    if dx is not None:
+        if isinstance(weight_col, QuantizedTensor):
+            emulation = precision.state.emulation
+            dx.copy_(gemm_nt(rows, weight_col, out_dtype=weight.dtype, emulation=emulation))
+        else:
+            dx.copy_(gemm_nt(dy, weight_col.t(), out_dtype=dy.dtype))
     if not wants_dw:
         return None
-    if dy_row is not None and isinstance(x, QuantizedTensor):
-        dy_col = precision.quantizer(Role.GRAD_OUTPUT).transposed(dy_row)
-        x_col = precision.quantizer(Role.INPUT).transposed(x)
-        return weight_grad(dy_col, x_col, weight, emulation)
+    if isinstance(x, QuantizedTensor):
+        return partial(_fp8_weight_grad, rows, x, weight, precision)
+    return partial(_plain_weight_grad, dy, x, weight)
+
+
+def _fp8_weight_grad(
+    dy: QuantizedTensor, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision
+) -> torch.Tensor | None:
+    dy_col = precision.quantizer(Role.GRAD_OUTPUT).transposed(dy)
+    x_col = precision.quantizer(Role.INPUT).transposed(x)
+    return weight_grad(dy_col, x_col, weight, precision.state.emulation)
+
+
+def _plain_weight_grad(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor | None:
     return weight_grad(dy.to(weight.dtype).t(), x.t(), weight, "fast")
+
+
+def _now_or_later(
+    job: Callable[[], torch.Tensor | None], weight: torch.Tensor, later: WeightGradQueue | None
+) -> torch.Tensor | None:
+    """Compute a weight's gradient, or leave that to the queue."""
+    if later is None or not later.is_collecting or not accumulates(weight):
+        return job()
+    later.put(weight, job)
+    return None
 
 
 def _no_weight_grad(weight: torch.Tensor) -> torch.Tensor | None:

@@ -79,7 +79,7 @@ class _GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.num_local_experts, self.path = num_local_experts, build.path
-        self.axis = build.mesh.etp
+        self.axis, self._later = build.mesh.etp, build.weight_grads
         self.precisions = expert_precisions(num_local_experts, build)
         for i, number in enumerate(expert_numbers(num_local_experts, build)):
             weight = nn.Parameter(torch.empty(shape, dtype=build.params_dtype, device=build.device))
@@ -112,7 +112,7 @@ class _GroupedLinear(nn.Module):
         Raises:
             MegatronError: The counts do not fit the experts or the rows.
         """
-        return grouped_linear(x, self.weights, self.precisions, tokens_per_expert)
+        return grouped_linear(x, self.weights, self.precisions, tokens_per_expert, self._later)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
