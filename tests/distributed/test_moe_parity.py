@@ -119,6 +119,7 @@ LAYOUTS = [
     ("sequence", EP2 | {"micro_batch_size": 1}, 4),
     ("deepseek", EP2 | A2A, 2),
     ("deepseek", TP2 | SP | CP2 | EP2, 4),
+    ("deepseek", TP2 | SP | {"tp_comm_overlap": True}, 2),
     ("deepseek", PP2 | FULL, 2),
     ("deepseek", UNEVEN | {"moe_layer_freq": "[0,1,1]"}, 2),
     ("deepseek", INTERLEAVED | EP2 | {"moe_layer_freq": "2"}, 4),

@@ -150,7 +150,7 @@ def _backward(
     x, weight_col = operands
     if not dy.shape[0]:
         return partial(_no_weight_grad, weight) if wants_dw else None
-    rows: Operand = dy
+    rows: Any = dy
     if isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor):
         rows = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)
     if dx is not None:
