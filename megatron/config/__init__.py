@@ -5,6 +5,7 @@ from megatron.config.data import DataConfig
 from megatron.config.fp8 import Fp8Config
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoeConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import ConfigError, Problem
 from megatron.config.run import RuntimeConfig
@@ -18,6 +19,7 @@ __all__ = [
     "Fp8Config",
     "LoggingConfig",
     "ModelConfig",
+    "MoeConfig",
     "ParallelConfig",
     "Problem",
     "RunConfig",

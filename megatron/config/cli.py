@@ -293,6 +293,8 @@ def _help_text(spec: Spec) -> str:
     if spec.setting.choices:
         text += f" One of {', '.join(str(c) for c in spec.setting.choices)}."
     default = spec.setting.fallback or ("" if spec.default is None else spec.default)
+    if isinstance(default, tuple):
+        default = " ".join(str(x) for x in default)
     if spec.kind is not bool and default != "":
         text += f" Default: {default}."
     return text.replace("%", "%%")

@@ -39,7 +39,7 @@ def _default(spec: Spec) -> str:
     if spec.kind is bool:
         return "on" if spec.default else "off"
     value = spec.default
-    return f"`{' '.join(value) if spec.many else yaml_value(value).strip(chr(34))}`"
+    return f"`{' '.join(str(x) for x in value) if spec.many else yaml_value(value).strip(chr(34))}`"
 
 
 def _row(spec: Spec) -> str:

@@ -175,6 +175,15 @@ def _derive_mesh(c: Draft) -> None:
         c.values["sequence_parallel"] = False
 
 
+def _derive_experts(c: Draft) -> None:
+    c.fill("expert_tensor_parallel_size", c.tensor_model_parallel_size)
+    if c.num_experts is not None:
+        c.fill("moe_ffn_hidden_size", c.ffn_hidden_size)
+    factor = c.moe_expert_capacity_factor
+    if factor is not None and factor < 0:
+        c.values["moe_expert_capacity_factor"] = None  # Megatron's spelling of: drop nothing
+
+
 def _derive_duration(c: Draft) -> None:
     if c.counts("micro_batch_size"):
         step = c.micro_batch_size * c.data_parallel_size
@@ -241,6 +250,7 @@ def _derive_data(c: Draft) -> None:
 _STEPS: tuple[Callable[[Draft], None], ...] = (
     _derive_shape,
     _derive_mesh,
+    _derive_experts,
     _derive_duration,
     _notice_early_end,
     _derive_data,

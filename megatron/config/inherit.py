@@ -15,7 +15,7 @@ SavedConfig = Callable[[str, "int | None"], "Mapping[str, Any] | None"]
 
 # What describes the training itself. Precision in FP8, the layout, files and logs belong to one
 # run of it: leaving the FP8 flags out goes on without FP8.
-_CONTINUED = {"model", "training", "data"}
+_CONTINUED = {"model", "moe", "training", "data"}
 _NEVER = {"exit_interval", "exit_duration_in_mins", "data_cache_path", "padded_vocab_size"}
 _LOSS_SCALE = (
     "loss_scale",

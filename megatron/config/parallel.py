@@ -72,10 +72,11 @@ class ParallelConfig:
         " for tokens (a2a); one for all layers or one each.",
     )
     expert_model_parallel_size: int = field(
-        1, help="Ranks that share the experts (EP). Only 1 in this release."
+        1, help="Ranks among which the experts are shared out (expert parallelism, EP)."
     )
-    expert_tensor_parallel_size: int = field(
-        1, help="Ranks that share one expert (ETP). Only 1 in this release."
+    expert_tensor_parallel_size: int | None = field(
+        help="Ranks that share the matrices of one expert (ETP).",
+        fallback="tensor_model_parallel_size",
     )
     sequence_parallel: bool = field(
         False,

@@ -70,6 +70,14 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--disable-msc": (ANY, "there is no such storage client"),
     "--use-cpu-initialization": (ANY, "initial weights are the same for every TP size"),
     "--te-rng-tracker": (ANY, "random streams are counters, safe to replay"),
+    "--moe-grouped-gemm": (ANY, "experts always run grouped"),
+    "--moe-use-legacy-grouped-gemm": (ANY, "removed from Megatron-LM; experts always run grouped"),
+    "--moe-permute-fusion": (ANY, "one gather puts tokens in order, always so here"),
+    "--moe-router-padding-for-fp8": (ANY, "experts pad their own inputs; routing never changes"),
+    "--moe-router-padding-for-quantization": (
+        ANY,
+        "experts pad their own inputs; routing never changes",
+    ),
     "--softmax-type": (("vanilla",), _ALWAYS),
     "--main-grads-dtype": (("fp32",), _ALWAYS),
     "--main-params-dtype": (("fp32",), _ALWAYS),
@@ -119,6 +127,34 @@ REFUSED: dict[str, tuple[str, str]] = {
         for off in ("no", "disable")
         for what in ("ag", "rs")
     },
+    "--moe-shared-expert-overlap": (
+        "The shared expert does not overlap with the dispatch of tokens in this release",
+        "Remove it; the result is the same",
+    ),
+    "--overlap-moe-expert-parallel-comm": (
+        "The dispatch of tokens does not overlap with computation in this release",
+        "Remove it; the result is the same",
+    ),
+    "--moe-router-fusion": (
+        "There is no fused kernel for the router",
+        "Remove it; the result is the same",
+    ),
+    "--moe-layer-recompute": (
+        "Recomputing experts alone is not in this release",
+        "Use --recompute-granularity full, which includes them",
+    ),
+    "--moe-extended-tp": (
+        "It has been replaced",
+        "Use --expert-tensor-parallel-size and --expert-model-parallel-size",
+    ),
+    "--moe-use-upcycling": (
+        "A dense checkpoint cannot become one with experts in this release",
+        "Remove it",
+    ),
+    "--moe-enable-deepep": (
+        "Tokens travel by the collectives of --distributed-backend",
+        "Use --moe-token-dispatcher-type allgather or alltoall",
+    ),
     "--rampup-batch-size": (
         "The global batch has one size for the whole run",
         "Remove it and choose --global-batch-size",
@@ -178,7 +214,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 # Pattern on the flag (without dashes in front) to (why, fix); the first match counts.
 REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
-    (r"num-experts|moe-|expert-|.*-moe-|gtp-expert", "Mixture-of-experts layers are", ""),
+    (r"moe-|expert-|.*-moe-|gtp-expert", "That part of mixture-of-experts layers is", ""),
     (r"rl-|grpo-|perform-rl|langrl|refit-", "Reinforcement learning is", ""),
     (r"inference-|max-tokens-to-oom|flash-decode|.*-for-prefill", "Inference is", ""),
     (
@@ -271,6 +307,14 @@ REFUSED_VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("cp_comm_type", "a2a+p2p"): (
         "Two levels of context parallelism are not in this release",
         "Use --cp-comm-type p2p, all_gather or a2a",
+    ),
+    ("moe_token_dispatcher_type", "flex"): (
+        "Tokens travel by the collectives of --distributed-backend",
+        "Use allgather or alltoall",
+    ),
+    ("moe_router_load_balancing_type", "quantile_balancing"): (
+        "Balancing by quantiles is not in this release",
+        "Use aux_loss, or --moe-router-enable-expert-bias",
     ),
     ("transformer_impl", "inference_optimized"): (
         "This project trains",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config import (
     rules_data,
     rules_model,
+    rules_moe,
     rules_overlap,
     rules_parallel,
     rules_pipeline,
@@ -19,6 +20,7 @@ __all__ = ["RULES", "ConfigError", "Problem", "check", "rule"]
 # The order in which problems are listed and documented.
 _LISTED = (
     rules_model,
+    rules_moe,
     rules_parallel,
     rules_overlap,
     rules_pipeline,

@@ -325,6 +325,7 @@ def _fp8_extents(c: Draft) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
     if c.counts("ffn_hidden_size") and c.ffn_hidden_size % tp == 0:
         flags = ("--ffn-hidden-size", "--tensor-model-parallel-size")
         yield flags, "the MLP width of one rank", c.ffn_hidden_size // tp, tp
+    yield from _fp8_expert_extents(c)
     if c.counts("num_attention_heads", "kv_channels", "num_query_groups"):
         heads = c.num_attention_heads * c.kv_channels
         qkv = heads + 2 * c.num_query_groups * c.kv_channels
@@ -347,6 +348,19 @@ def _fp8_extents(c: Draft) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
             flags = (*flags, "--tensor-model-parallel-size")
             step = tp if c.micro_batch_size == 1 else 0
             yield flags, "the tokens of one sequence-parallel rank", tokens // tp, step
+
+
+def _fp8_expert_extents(c: Draft) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
+    """Yield the same of experts; their tokens are padded where a kernel wants that."""
+    widths = (
+        ("moe_ffn_hidden_size", "expert_tensor_parallel_size", "an expert's width"),
+        ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size", "the shared width"),
+    )
+    for name, axis, what in widths:
+        if c.num_experts is None or not c.counts(name, axis) or c.values[name] % c.values[axis]:
+            continue
+        flags = (flag_of(name), flag_of(axis))
+        yield flags, f"{what} on one rank", c.values[name] // c.values[axis], c.values[axis]
 
 
 @rule

@@ -9,24 +9,6 @@ from megatron.config.draft import Draft
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import flag_of
 
-_NOT_YET = {
-    "expert_model_parallel_size": "mixture-of-experts layers are",
-    "expert_tensor_parallel_size": "mixture-of-experts layers are",
-}
-
-
-@rule
-def axes_exist(c: Draft) -> Iterator[Problem]:
-    """Expert and expert-tensor parallelism have size 1 in this release."""
-    for name, what in _NOT_YET.items():
-        if c.values[name] > 1:
-            yield Problem(
-                (flag_of(name),),
-                c.values[name],
-                f"Only 1 is possible: {what} not in this release",
-                f"Set {flag_of(name)} 1 and use --tensor-model-parallel-size or more replicas",
-            )
-
 
 @rule
 def a_fake_world_is_on_paper(c: Draft) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from megatron.config.draft import Draft, derive
 from megatron.config.fp8 import Fp8Config
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoeConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import ConfigError
 from megatron.config.rules import check
@@ -36,6 +37,7 @@ class RunConfig:
     """
 
     model: ModelConfig
+    moe: MoeConfig
     fp8: Fp8Config
     parallel: ParallelConfig
     training: TrainingConfig
@@ -127,6 +129,8 @@ class RunConfig:
 
 _DERIVED_FROM_OTHERS = (
     "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "expert_tensor_parallel_size",
     "kv_channels",
     "num_query_groups",
     "max_position_embeddings",

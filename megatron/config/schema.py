@@ -8,12 +8,14 @@ from megatron.config.field import Spec, specs_of
 from megatron.config.fp8 import Fp8Config
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoeConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RuntimeConfig
 from megatron.config.training import TrainingConfig
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
+    "moe": MoeConfig,
     "fp8": Fp8Config,
     "parallel": ParallelConfig,
     "training": TrainingConfig,

@@ -79,7 +79,10 @@ def coerce(spec: Spec, value: Any) -> Any:
         raise ValueError(f"It takes {wanted}")
     try:
         if spec.many:
-            items = value.split() if isinstance(value, str) else tuple(value)
+            if isinstance(value, str):
+                value = value.split()
+            one = isinstance(value, int | float) and spec.kind is not str
+            items = (value,) if one else tuple(value)
             result: Any = tuple(_scalar(spec, item) for item in items)
         else:
             result = _scalar(spec, value)

@@ -6,11 +6,12 @@ and uses `build.path` as its checkpoint key, FP8 slot, random stream and error l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core.auxiliary import Auxiliary
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import Fp8State
 from megatron.core.fp8.weight_grads import WeightGradQueue
@@ -41,6 +42,7 @@ class Build:
         device: Where parameters live.
         path: Dotted name of the module under construction, from the model's root.
         weight_grads: Where linear layers may put off their weight gradients; None for never.
+        auxiliary: Terms that layers add to the loss of the tokens.
     """
 
     config: RunConfig
@@ -51,6 +53,7 @@ class Build:
     device: torch.device
     path: str = ""
     weight_grads: WeightGradQueue | None = None
+    auxiliary: Auxiliary = field(default_factory=Auxiliary)
 
     @classmethod
     def root(

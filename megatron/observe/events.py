@@ -7,7 +7,7 @@ written as JSON or compared without a reference to live tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class StepEnd:
         params_norm: Global norm of the parameters, None when not asked for.
         skipped: True when the optimizer step was skipped.
         nan: True when the loss was not finite.
+        figures: More numbers by name, which the console leaves out.
     """
 
     iteration: int
@@ -107,6 +108,7 @@ class StepEnd:
     params_norm: float | None = None
     skipped: bool = False
     nan: bool = False
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,7 @@ def _interval_figures(event: IntervalEnd) -> Iterator[tuple[str, float]]:
     yield "tflops_per_gpu", event.tflops_per_rank
     yield "skipped_iterations", event.skipped_iterations
     yield "nan_iterations", event.nan_iterations
+    yield from step.figures.items()
 
 
 Write = Callable[[str, float, int], None]
@@ -225,6 +226,7 @@ class ScalarSink:
         yield "learning-rate", step.learning_rate
         yield "batch-size", step.global_batch_size
         yield from step.losses.items()
+        yield from step.figures.items()
         if self._cfg.log_loss_scale_to_tensorboard:
             yield "loss-scale", step.loss_scale
         if self._cfg.log_world_size_to_tensorboard:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import RunConfig
+from megatron.config.moe import layer_pattern
 from megatron.config.schema import SPECS, flag_of
 from megatron.core.dist_checkpointing import plain, schema
 from megatron.core.dist_checkpointing.storage import Reader
@@ -39,6 +40,18 @@ ARCHITECTURE = (
     "add_qkv_bias",
     "untie_embeddings_and_output_weights",
     "vocab_size",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
 )
 
 # These may be changed on purpose when weights are tuned further (longer context, say).
@@ -84,10 +97,12 @@ def saved_settings(common: Mapping[str, Any]) -> dict[str, Any]:
     """
     args = common.get("args")
     values = vars(args) if isinstance(args, argparse.Namespace) else {}
-    known = {}
+    known: dict[str, Any] = {}
     for name in SPECS:
         value = values.get(name, values.get(_MEGATRON_NAMES.get(name, name)))
-        if isinstance(value, (bool, int, float, str, list, tuple)):
+        if name == "moe_layer_freq" and value is not None:
+            known[name] = str(value)  # theirs may be a number or a list
+        elif isinstance(value, (bool, int, float, str, list, tuple)):
             known[name] = list(value) if isinstance(value, tuple) else value
     return known
 
@@ -107,9 +122,18 @@ def differences(saved: Mapping[str, Any], cfg: RunConfig) -> dict[str, tuple[Any
         for name in ARCHITECTURE
         if name in saved
         and own[name] is not None
-        and saved[name] != own[name]
+        and not _same(name, saved[name], own[name], cfg.num_layers)
         and not _no_effect(name, own)
     }
+
+
+def _same(name: str, saved: Any, own: Any, num_layers: int) -> bool:
+    if name != "moe_layer_freq" or saved == own:
+        return bool(saved == own)
+    try:
+        return layer_pattern(saved, num_layers) == layer_pattern(own, num_layers)
+    except ValueError:
+        return False
 
 
 def _no_effect(name: str, values: Mapping[str, Any]) -> bool:
@@ -121,6 +145,8 @@ def _no_effect(name: str, values: Mapping[str, Any]) -> bool:
         return not (positions == "rope" and values.get("use_rope_scaling"))
     if name == "max_position_embeddings":
         return bool(positions != "learned_absolute")
+    if name.startswith("moe_"):
+        return values.get("num_experts") is None
     if name == "add_qkv_bias":
         return bool(values.get("add_bias_linear"))
     # With plain attention num_query_groups equals the heads and says all there is to say.

@@ -369,10 +369,11 @@ def with_checkpoint_args(cfg: RunConfig) -> RunConfig:
     if not cfg.use_checkpoint_args or cfg.load is None:
         return cfg
     found = place.find(Path(cfg.load), cfg.ckpt_step)
-    if found is None:
-        return cfg
-    common = checkpoint_config.read_common(Reader(found.directory))
-    return checkpoint_config.adopt(cfg, checkpoint_config.saved_settings(common))
+    if found is not None:
+        common = checkpoint_config.read_common(Reader(found.directory))
+        cfg = checkpoint_config.adopt(cfg, checkpoint_config.saved_settings(common))
+    cfg.replace(use_checkpoint_args=False)  # the rules that waited for the checkpoint's settings
+    return cfg
 
 
 def _find(cfg: RunConfig, peers: Peers, say: Say) -> place.Found | None:

@@ -1,9 +1,10 @@
 """Floating-point operations of one training iteration.
 
 Model FLOPs: what the mathematics needs, forward and backward (twice the forward), with causal
-attention counted as half of the full square. Recomputed activations, padding of sequences and
-element-wise work do not count; rows that pad the vocabulary do, because the output layer multiplies
-with them. Source: matrix shapes of the layers; 2 FLOPs a multiply-add.
+attention counted as half of the full square. Of a layer's experts, those that a token goes to
+count. Recomputed activations, padding of sequences, routers and element-wise work do not; rows that
+pad the vocabulary do, because the output layer multiplies with them. Source: matrix shapes of the
+layers; 2 FLOPs a multiply-add.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config import RunConfig
+from megatron.config.moe import moe_layers
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class Shape:
             vocab_rows=cfg.padded_vocab_size,
             ffn_hidden_size=cfg.ffn_hidden_size,
             gated=cfg.swiglu,
+            num_moe_layers=sum(moe_layers(cfg)),
+            moe_ffn_hidden_size=cfg.moe_ffn_hidden_size or 0,
+            moe_topk=cfg.moe_router_topk,
+            shared_expert_size=cfg.moe_shared_expert_intermediate_size or 0,
         )
 
 

@@ -1,7 +1,8 @@
 """A HuggingFace ``config.json`` and this project's settings, one from the other.
 
-Supported: the Llama family (``llama``, ``mistral``, ``qwen2``, ``qwen3``) and ``gpt2``. Anything
-that this project's model cannot compute is refused by the name it has in ``config.json``.
+Supported: the Llama family (``llama``, ``mistral``, ``qwen2``, ``qwen3``), its relatives with
+experts (``mixtral``, ``qwen2_moe``, ``qwen3_moe``, ``glm4_moe``, see ``hf_moe``) and ``gpt2``.
+Anything that this project's model cannot compute is refused by the name it has in ``config.json``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
+from megatron.training import hf_moe
 
 Fields = dict[str, Any]
 
@@ -20,6 +22,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **hf_moe.ARCHITECTURES,
     "gpt2": "GPT2LMHeadModel",
 }
 
@@ -151,12 +154,15 @@ def fields_from_hf(config: Mapping[str, Any], source: object = "config.json") ->
 
 def _numbers_fit(config: Mapping[str, Any], refused: Refusals, *, gpt2: bool) -> bool:
     """Refuse sizes that are missing or of another type; all that follows computes with them."""
-    wrong = [n for n in (_GPT2_SIZES if gpt2 else _LLAMA_SIZES) if not _is_size(config.get(n))]
+    sizes = (*_LLAMA_SIZES, *hf_moe.SIZES.get(config["model_type"], ()))
+    wrong = [n for n in _GPT2_SIZES if gpt2 and not _is_size(config.get(n))]
+    wrong += [n for n in sizes if not gpt2 and not _is_size(hf_moe.size_of(config, n))]
     for name in _GPT2_OPTIONAL if gpt2 else _LLAMA_OPTIONAL:
         if config.get(name) is not None and not _is_size(config[name]):
             wrong.append(name)
     for name in wrong:
-        refused.check(False, name, config.get(name), "a size is a whole number above 0")
+        got = hf_moe.size_of(config, name)
+        refused.check(False, name.split("|")[0], got, "a size is a whole number above 0")
     for name in ("rms_norm_eps", "layer_norm_epsilon"):
         value = config.get(name, 1e-6)
         if not isinstance(value, float):
@@ -175,7 +181,10 @@ def _llama_fields(config: Mapping[str, Any], refused: Refusals) -> Fields:
     groups = config.get("num_key_value_heads") or heads
     attention_bias = bool(config.get("attention_bias", False))
     mlp_bias = bool(config.get("mlp_bias", False))
-    if kind != "llama":
+    qkv_bias = kind == "qwen2" or (kind == "qwen2_moe" and config.get("qkv_bias", True))
+    if kind == "glm4_moe":  # its attention_bias is that of queries, keys and values alone
+        qkv_bias, attention_bias = attention_bias, False
+    elif kind != "llama":
         refused.check(not attention_bias, "attention_bias", True, f"not supported for {kind}")
     refused.check(
         attention_bias == mlp_bias,
@@ -198,19 +207,20 @@ def _llama_fields(config: Mapping[str, Any], refused: Refusals) -> Fields:
         "max_position_embeddings": config.get("max_position_embeddings", 2048),
         "normalization": "RMSNorm",
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
-        "qk_layernorm": kind == "qwen3",
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe") or bool(config.get("use_qk_norm")),
         "swiglu": True,
         "add_bias_linear": attention_bias,
-        "add_qkv_bias": kind == "qwen2",
+        "add_qkv_bias": bool(qkv_bias),
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "vocab_size": config["vocab_size"],
         **_rope_fields(config, refused),
+        **(hf_moe.moe_fields(config, refused) if kind in hf_moe.ARCHITECTURES else {}),
     }
 
 
 def _refuse_sliding_window(config: Mapping[str, Any], refused: Refusals) -> None:
     window = config.get("sliding_window")
-    used = config.get("use_sliding_window", config["model_type"] == "mistral")
+    used = config.get("use_sliding_window", config["model_type"] in ("mistral", "mixtral"))
     refused.check(not (window and used), "sliding_window", window, "attention is over all tokens")
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     refused.check(not kinds, "layer_types", sorted(kinds), "attention is over all tokens")
@@ -222,7 +232,8 @@ def _rope_fields(config: Mapping[str, Any], refused: Refusals) -> Fields:
     merged.update(config.get("rope_parameters") or {})
     theta = merged["rope_theta"] if merged["rope_theta"] is not None else _DEFAULT_ROPE_THETA
     kind = merged.get("rope_type") or merged.get("type") or "default"
-    share = merged.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    share = merged.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    share = share or (0.5 if config["model_type"] == "glm4_moe" else 1.0)
     refused.check(float(theta).is_integer(), "rope_theta", theta, "--rotary-base is an integer")
     fields: Fields = {"rotary_base": int(theta), "rotary_percent": float(share)}
     if kind == "llama3":
@@ -323,22 +334,42 @@ def _llama_config(fields: Mapping[str, Any], refused: Refusals) -> Fields:
     qkv_bias = bool(fields.get("add_qkv_bias")) and not bias
     qk_norm = bool(fields.get("qk_layernorm"))
     kind = "qwen3" if qk_norm else "qwen2" if qkv_bias else "llama"
-    refused.check(
-        not (qk_norm and (bias or qkv_bias)),
-        "qk_layernorm",
-        True,
-        "no supported architecture has it together with biases",
-    )
+    if fields.get("num_experts"):
+        kind = hf_moe.kind_of(fields)
+        refused.check(
+            not qkv_bias or kind in ("qwen2_moe", "glm4_moe"),
+            "add_qkv_bias",
+            True,
+            f"{ARCHITECTURES[kind]} has none",
+        )
+        refused.check(
+            not (qk_norm and kind == "qwen2_moe"),
+            "qk_layernorm",
+            True,
+            "no supported architecture has it together with a gated shared expert",
+        )
+    else:
+        refused.check(
+            not (qk_norm and (bias or qkv_bias)),
+            "qk_layernorm",
+            True,
+            "no supported architecture has it together with biases",
+        )
     heads = fields["num_attention_heads"]
     width = fields.get("kv_channels") or fields["hidden_size"] // heads
     refused.check(
-        kind != "qwen2" or width * heads == fields["hidden_size"],
+        kind not in ("qwen2", "qwen2_moe") or width * heads == fields["hidden_size"],
         "kv_channels",
         width,
-        "Qwen2Config has no head_dim, so the heads must fill hidden_size",
+        f"{kind}'s configuration has no head_dim, so the heads must fill hidden_size",
     )
     share = fields.get("rotary_percent", 1.0)
-    refused.check(share == 1.0, "rotary_percent", share, "the architecture rotates whole heads")
+    refused.check(
+        share == 1.0 or kind == "glm4_moe",
+        "rotary_percent",
+        share,
+        "the architecture rotates whole heads",
+    )
     config: Fields = {
         "model_type": kind,
         "hidden_size": fields["hidden_size"],
@@ -355,8 +386,10 @@ def _llama_config(fields: Mapping[str, Any], refused: Refusals) -> Fields:
     }
     if kind == "llama":
         config.update({"attention_bias": bias, "mlp_bias": bias})
-    if kind == "qwen3":
+    if kind in ("qwen3", "qwen3_moe"):
         config["attention_bias"] = False
+    if kind in hf_moe.ARCHITECTURES:
+        config.update(hf_moe.moe_config(fields, kind, refused))
     if fields.get("use_rope_scaling"):
         config["rope_scaling"] = {
             "rope_type": "llama3",

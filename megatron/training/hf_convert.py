@@ -35,13 +35,15 @@ from megatron.training.checkpoint_config import (
     TOKENIZER_DIRECTORY,
     read_common,
     saved_settings,
+    stacking_of,
 )
 from megatron.training.hf_config import fields_from_hf, hf_from_fields, read_config
-from megatron.training.hf_map import Row
+from megatron.training.hf_rows import OUTSIDE, Place, Row, every_tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+PREDICTING = ("glm4_moe",)  # families whose files may have layers behind the last one
 _IGNORED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 Say = Callable[[str], None]
 Check = Callable[[Path], None]
@@ -58,7 +60,7 @@ class Source(Protocol):
     def rows(self) -> list[Row]:
         """The table that says which tensors there are."""
 
-    def read(self, row: Row, layer: int | None) -> Tensor:
+    def read(self, row: Row, at: Place) -> Tensor:
         """One tensor in this project's layout, without vocabulary padding."""
 
 
@@ -86,25 +88,27 @@ class HfSource:
         if self.model_type == "gpt2" and "wte.weight" in self.weights:
             self._prefix = "transformer."  # files of the bare model leave it out
         self._check()
-        self.dtype = self.weights.get(self._name(self.rows()[0].names[0], None)).dtype
+        self.dtype = self.weights.get(self._name(self.rows()[0].names[0], OUTSIDE)).dtype
 
     def rows(self) -> list[Row]:
         """The table for this architecture."""
         return hf_map.rows_for(self.fields, self.model_type)
 
-    def read(self, row: Row, layer: int | None) -> Tensor:
+    def read(self, row: Row, at: Place) -> Tensor:
         """Join the HuggingFace tensors of a row."""
-        return row.join([self.weights.get(self._name(n, layer)) for n in row.names])
+        return row.join([self.weights.get(self._name(n, at)) for n in row.names])
 
-    def _name(self, template: str, layer: int | None) -> str:
-        return template.format(i=layer).removeprefix(self._prefix)
+    def _name(self, template: str, at: Place) -> str:
+        return at.of(template).removeprefix(self._prefix)
 
     def _check(self) -> None:
         expected: dict[str, tuple[int, ...]] = {}
-        for row, layer in every_tensor(self.rows(), self.fields["num_layers"]):
+        for row, at in every_tensor(self.rows(), self.fields["num_layers"]):
             for template, shape in zip(row.names, row.shapes, strict=True):
-                expected[self._name(template, layer)] = shape
+                expected[self._name(template, at)] = shape
         stored = {n for n in self.weights if not n.endswith(_IGNORED)}
+        if self.model_type in PREDICTING:
+            stored -= {n for n in stored if n.startswith(self._beyond())}
         problems = [f"missing tensors: {_some(sorted(set(expected) - stored))}"]
         if not set(expected) - stored:
             problems.clear()
@@ -128,9 +132,21 @@ class HfSource:
                 )
             )
 
+    def _beyond(self) -> str:
+        """Names of layers behind the last one: they predict further tokens and are left out."""
+        return f"model.layers.{self.fields['num_layers']}."
+
+    def notes(self) -> list[str]:
+        """Say what of the source is left out."""
+        if self.model_type in PREDICTING and any(
+            n.startswith(self._beyond()) for n in self.weights
+        ):
+            return ["NOTE: layers that predict further tokens (MTP) are left out"]
+        return []
+
     def _check_tied(self) -> list[str]:
         """config.json says tied, yet there is an output layer: fine if it is a copy."""
-        words = self.weights.get(self._name(self.rows()[0].names[0], None))
+        words = self.weights.get(self._name(self.rows()[0].names[0], OUTSIDE))
         if torch.equal(self.weights.get("lm_head.weight"), words):
             return []
         return [
@@ -141,17 +157,6 @@ class HfSource:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-def every_tensor(rows: list[Row], num_layers: int) -> Iterator[tuple[Row, int | None]]:
-    """Yield (row, layer) for all tensors: first those outside the layers, then layer by layer."""
-    for row in rows:
-        if not row.per_layer:
-            yield row, None
-    for layer in range(num_layers):
-        for row in rows:
-            if row.per_layer:
-                yield row, layer
 
 
 # ------------------------------------------------------------------------------- Megatron in
@@ -175,6 +180,8 @@ class MegatronSource:
         common = read_common(reader)
         settings = saved_settings(common)
         self.fields = {n: settings[n] for n in ARCHITECTURE if n in settings}
+        if not self.fields.get("num_experts"):
+            self.fields = {n: v for n, v in self.fields.items() if not n.startswith("moe_")}
         if vocab_size is not None:
             self.fields["vocab_size"] = vocab_size
         self._zero_centered = bool(self.fields.get("apply_layernorm_1p"))
@@ -183,6 +190,8 @@ class MegatronSource:
         self.model_type: str = hf_from_fields(self.fields, "float32", self.directory)["model_type"]
         self.tokenizer = _tokenizer_of(self.directory, settings)
         self.special_tokens = dict(common.get("special_tokens") or _generation(self.tokenizer))
+        count = (self.fields["num_layers"], self.fields.get("num_experts") or 0)
+        self._stacking = schema.Stacking(*count).as_in(reader.tensors)
         self._check()
         self.dtype = self.reader.tensors[hf_map.WORD_EMBEDDINGS].dtype
 
@@ -216,12 +225,10 @@ class MegatronSource:
         """The table for this architecture."""
         return hf_map.rows_for(self.fields, self.model_type)
 
-    def read(self, row: Row, layer: int | None) -> Tensor:
+    def read(self, row: Row, at: Place) -> Tensor:
         """Read a tensor and cut the vocabulary's padding off."""
-        if layer is None:
-            tensor = self.reader.read(row.key)
-        else:
-            tensor = self.reader.read_row(row.key, layer)
+        key, index, _ = row.stored(at, self._stacking)
+        tensor = self.reader.read_row(key, *index)
         if schema.padded_dim(row.key) == 0:
             tensor = tensor[: self.fields["vocab_size"]]
         if self._zero_centered and row.key.endswith(("layer_norm_weight", "layernorm.weight")):
@@ -229,11 +236,10 @@ class MegatronSource:
         return tensor
 
     def _check(self) -> None:
-        layers = self.fields["num_layers"]
         wanted: dict[str, tuple[tuple[int, ...], int | None]] = {}
-        for row in self.rows():
-            shape = (layers, *row.shape) if row.per_layer else row.shape
-            wanted[row.key] = (shape, schema.padded_dim(row.key))
+        for row, at in every_tensor(self.rows(), self.fields["num_layers"]):
+            key, _, extents = row.stored(at, self._stacking)
+            wanted[key] = ((*extents, *row.shape), schema.padded_dim(key))
         stored = {k: e.shape for k, e in self.reader.tensors.items() if schema.is_model_key(k)}
         problem = schema.compare(wanted, stored).describe()
         vocabulary = self.fields["vocab_size"]
@@ -344,19 +350,20 @@ def write_huggingface(
 
 def planned_tensors(source: Source, model_type: str) -> Iterator[hf_files.Planned]:
     """List the HuggingFace tensors of a model; each is made when it is asked for."""
-    last: dict[tuple[str, int | None], Any] = {}
+    last: dict[tuple[str, Place], Any] = {}
 
-    def part(row: Row, layer: int | None, number: int) -> Tensor:
-        if (row.key, layer) not in last:
+    def part(row: Row, at: Place, number: int) -> Tensor:
+        if (row.name, at) not in last:
             last.clear()  # the parts of a fused weight follow one another: read it once
-            last[row.key, layer] = row.split(source.read(row, layer))
-        parts: Any = last[row.key, layer]
+            last[row.name, at] = row.split(source.read(row, at))
+        parts: Any = last[row.name, at]
         return torch.as_tensor(parts[number])
 
     rows = hf_map.rows_for(source.fields, model_type)
-    for row, layer in every_tensor(rows, source.fields["num_layers"]):
+    for row, at in every_tensor(rows, source.fields["num_layers"]):
         for number, (name, shape) in enumerate(zip(row.names, row.shapes, strict=True)):
-            yield hf_files.Planned(name.format(i=layer), shape, partial(part, row, layer, number))
+            make = partial(part, row, at, number)
+            yield hf_files.Planned(at.of(name), shape, make, row.dtype)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -396,15 +403,14 @@ def write_megatron(source: Source, save: Path, dtype: str, check: Check | None =
         cfg = cfg.replace(
             tokenizer_type="HuggingFaceTokenizer", tokenizer_model=TOKENIZER_DIRECTORY
         )
-    layers = source.fields["num_layers"]
-    tensors = {}
-    for row in source.rows():
-        shape = row.shape
-        if row.per_layer:
-            pieces = [_lazy(source, row, layer, DTYPES[dtype]) for layer in range(layers)]
-            tensors[row.key] = Sharded((layers, *shape), pieces)
-        else:
-            tensors[row.key] = Sharded(shape, [_lazy(source, row, None, DTYPES[dtype])])
+    stacking = stacking_of(cfg)
+    pieces: dict[str, list[Piece]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for row, at in every_tensor(source.rows(), source.fields["num_layers"]):
+        key, index, extents = row.stored(at, stacking)
+        shapes[key] = (*extents, *row.shape)
+        pieces.setdefault(key, []).append(_lazy(source, row, at, index, DTYPES[dtype]))
+    tensors = {key: Sharded(shapes[key], blocks) for key, blocks in pieces.items()}
     common = {
         "checkpoint_version": 3.0,
         "iteration": 0,
@@ -429,15 +435,15 @@ def write_megatron(source: Source, save: Path, dtype: str, check: Check | None =
     return saved.directory
 
 
-def _lazy(source: Source, row: Row, layer: int | None, dtype: torch.dtype) -> Piece:
-    shape = row.shape if layer is None else (1, *row.shape)
-    offset = (0,) * len(shape) if layer is None else (layer, *(0,) * len(row.shape))
+def _lazy(source: Source, row: Row, at: Place, index: tuple[int, ...], dtype: torch.dtype) -> Piece:
+    shape = (*(1,) * len(index), *row.shape)
+    offset = (*index, *(0,) * len(row.shape))
+    own = row.dtype or dtype
 
     def make() -> Tensor:
-        tensor = source.read(row, layer).to(dtype).reshape(shape)
-        return tensor.contiguous()
+        return source.read(row, at).to(own).reshape(shape).contiguous()
 
-    return Piece(torch.empty(shape, dtype=dtype, device="meta"), offset, make)
+    return Piece(torch.empty(shape, dtype=own, device="meta"), offset, make)
 
 
 def config_of(fields: Mapping[str, Any], dtype: str) -> RunConfig:
@@ -475,7 +481,10 @@ def open_source(request: Request, say: Say = print) -> HfSource | MegatronSource
             complaint("--load-dir", request.load, "There is no such directory", "Check the path")
         )
     if request.loader == "huggingface":
-        return HfSource(request.load)
+        source = HfSource(request.load)
+        for note in source.notes():
+            say(note)
+        return source
     return MegatronSource.find(request.load, request.vocab_size, say)
 
 

@@ -130,11 +130,19 @@ def _load_bin(path: Path) -> Mapping[str, Tensor]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written: what it will be called, and how to get it when its turn comes."""
+    """A tensor to be written: what it will be called, and how to get it when its turn comes.
+
+    Attributes:
+        name: Its name.
+        shape: Its shape.
+        make: Supplies it.
+        dtype: The type that it is written in; None for that of the others.
+    """
 
     name: str
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
+    dtype: torch.dtype | None = None
 
 
 def write_weights(
@@ -150,17 +158,16 @@ def write_weights(
     Args:
         directory: An existing directory.
         tensors: What to write, in order.
-        dtype: Type to convert to.
+        dtype: Type to convert to, where a tensor has none of its own.
         max_shard_bytes: Bound on the bytes of a shard (a larger tensor gets one for itself).
 
     Returns:
         The files' names.
     """
-    size = torch.empty((), dtype=dtype).element_size()
     shards: list[list[Planned]] = [[]]
     filled = total = 0
     for planned in tensors:
-        num_bytes = math.prod(planned.shape) * size
+        num_bytes = math.prod(planned.shape) * (planned.dtype or dtype).itemsize
         if shards[-1] and filled + num_bytes > max_shard_bytes:
             shards.append([])
             filled = 0
@@ -172,7 +179,7 @@ def write_weights(
     for number, shard in enumerate(shards, start=1):
         single = len(shards) == 1
         name = SAFE if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        content = {p.name: _own(p.make(), dtype) for p in shard}
+        content = {p.name: _own(p.make(), p.dtype or dtype) for p in shard}
         safetensors.torch.save_file(content, directory / name, metadata={"format": "pt"})
         weight_map.update({p.name: name for p in shard})
         names.append(name)

@@ -1,6 +1,6 @@
 """Which HuggingFace tensors each of our tensors is made of, as tables.
 
-Every row names one stored key, the HuggingFace tensors behind it with their shapes, and the two
+Every row names one tensor of ours, the HuggingFace tensors behind it with their shapes, and the two
 functions between them. All functions only move elements, so a round trip is bitwise.
 
 Layouts (G query groups, r query heads per group, d head width, h hidden, f MLP width):
@@ -12,63 +12,24 @@ Layouts (G query groups, r query heads per group, d head width, h hidden, f MLP 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.training import hf_moe
 from megatron.training.hf_config import attention_sizes
+from megatron.training.hf_rows import Join, Row, Split, halves, plain_row, stack
 
-Join = Callable[[Sequence[Tensor]], Tensor]
-Split = Callable[[Tensor], Sequence[Tensor]]
-
-_QKV = "decoder.layers.self_attention.linear_qkv"
-_PROJ = "decoder.layers.self_attention.linear_proj"
-_ATTENTION = "decoder.layers.self_attention"
-_FC1 = "decoder.layers.mlp.linear_fc1"
-_FC2 = "decoder.layers.mlp.linear_fc2"
+_LAYER = "decoder.layers.{i}."
+_QKV = f"{_LAYER}self_attention.linear_qkv"
+_PROJ = f"{_LAYER}self_attention.linear_proj"
+_ATTENTION = f"{_LAYER}self_attention"
+_FC1 = f"{_LAYER}mlp.linear_fc1"
+_FC2 = f"{_LAYER}mlp.linear_fc2"
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One tensor of ours and what it is called elsewhere.
-
-    Attributes:
-        key: Our stored key; the layers of a stack share one.
-        names: HuggingFace names, with ``{i}`` for the layer when ``per_layer``.
-        shapes: Their shapes.
-        join: HuggingFace tensors -> our tensor (of one layer).
-        split: Our tensor -> HuggingFace tensors.
-    """
-
-    key: str
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    join: Join
-    split: Split
-
-    @property
-    def per_layer(self) -> bool:
-        """Whether there is one such tensor in every layer."""
-        return "{i}" in self.names[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of our tensor (of one layer), without vocabulary padding."""
-        meta = [torch.empty(s, device="meta") for s in self.shapes]
-        return tuple(self.join(meta).shape)
-
-
-def _same(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0]
-
-
-def _alone(tensor: Tensor) -> Sequence[Tensor]:
-    return [tensor]
 
 
 def _transpose_in(tensors: Sequence[Tensor]) -> Tensor:
@@ -77,14 +38,6 @@ def _transpose_in(tensors: Sequence[Tensor]) -> Tensor:
 
 def _transpose_out(tensor: Tensor) -> Sequence[Tensor]:
     return [tensor.t()]
-
-
-def _halves(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.chunk(2, dim=0)
-
-
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(tensors), dim=0)
 
 
 def interleave_qkv(tensors: Sequence[Tensor], groups: int, width: int) -> Tensor:
@@ -111,10 +64,6 @@ def split_qkv(fused: Tensor, groups: int, width: int) -> Sequence[Tensor]:
     return [part.reshape(-1, *fused.shape[1:]) for part in parts]
 
 
-def _plain(key: str, name: str, shape: tuple[int, ...]) -> Row:
-    return Row(key, (name,), (shape,), _same, _alone)
-
-
 def rows_for(fields: Mapping[str, Any], model_type: str) -> list[Row]:
     """Return the table of a model.
 
@@ -122,7 +71,10 @@ def rows_for(fields: Mapping[str, Any], model_type: str) -> list[Row]:
         fields: Its settings by this project's field names.
         model_type: ``gpt2`` or a member of the Llama family.
     """
-    return _gpt2(fields) if model_type == "gpt2" else _llama(fields)
+    if model_type == "gpt2":
+        return _gpt2(fields)
+    rows = _llama(fields)
+    return hf_moe.with_experts(rows, fields, model_type) if fields.get("num_experts") else rows
 
 
 def _llama(fields: Mapping[str, Any]) -> list[Row]:
@@ -141,32 +93,32 @@ def _llama(fields: Mapping[str, Any]) -> list[Row]:
         return Row(key + end, tuple(n + end for n in names), shapes, *how)
 
     rows = [
-        _plain(WORD_EMBEDDINGS, "model.embed_tokens.weight", (v, h)),
-        _plain(f"{_QKV}.layer_norm_weight", "model.layers.{i}.input_layernorm.weight", (h,)),
+        plain_row(WORD_EMBEDDINGS, "model.embed_tokens.weight", (v, h)),
+        plain_row(f"{_QKV}.layer_norm_weight", "model.layers.{i}.input_layernorm.weight", (h,)),
         several(_QKV, projections, ".weight", tuple((n, h) for n in qkv_rows), qkv),
-        _plain(f"{_PROJ}.weight", f"{at}o_proj.weight", (h, heads * d)),
-        _plain(
+        plain_row(f"{_PROJ}.weight", f"{at}o_proj.weight", (h, heads * d)),
+        plain_row(
             f"{_FC1}.layer_norm_weight", "model.layers.{i}.post_attention_layernorm.weight", (h,)
         ),
-        several(_FC1, gated, ".weight", ((f, h), (f, h)), (_stack, _halves)),
-        _plain(f"{_FC2}.weight", f"{mlp}down_proj.weight", (h, f)),
-        _plain("decoder.final_layernorm.weight", "model.norm.weight", (h,)),
+        several(_FC1, gated, ".weight", ((f, h), (f, h)), (stack, halves)),
+        plain_row(f"{_FC2}.weight", f"{mlp}down_proj.weight", (h, f)),
+        plain_row("decoder.final_layernorm.weight", "model.norm.weight", (h,)),
     ]
     if fields.get("add_bias_linear") or fields.get("add_qkv_bias"):
         rows.append(several(_QKV, projections, ".bias", tuple((n,) for n in qkv_rows), qkv))
     if fields.get("add_bias_linear"):
         rows += [
-            _plain(f"{_PROJ}.bias", f"{at}o_proj.bias", (h,)),
-            several(_FC1, gated, ".bias", ((f,), (f,)), (_stack, _halves)),
-            _plain(f"{_FC2}.bias", f"{mlp}down_proj.bias", (h,)),
+            plain_row(f"{_PROJ}.bias", f"{at}o_proj.bias", (h,)),
+            several(_FC1, gated, ".bias", ((f,), (f,)), (stack, halves)),
+            plain_row(f"{_FC2}.bias", f"{mlp}down_proj.bias", (h,)),
         ]
     if fields.get("qk_layernorm"):
         rows += [
-            _plain(f"{_ATTENTION}.q_layernorm.weight", f"{at}q_norm.weight", (d,)),
-            _plain(f"{_ATTENTION}.k_layernorm.weight", f"{at}k_norm.weight", (d,)),
+            plain_row(f"{_ATTENTION}.q_layernorm.weight", f"{at}q_norm.weight", (d,)),
+            plain_row(f"{_ATTENTION}.k_layernorm.weight", f"{at}k_norm.weight", (d,)),
         ]
     if fields.get("untie_embeddings_and_output_weights"):
-        rows.append(_plain(OUTPUT, "lm_head.weight", (v, h)))
+        rows.append(plain_row(OUTPUT, "lm_head.weight", (v, h)))
     return rows
 
 
@@ -188,23 +140,23 @@ def _gpt2(fields: Mapping[str, Any]) -> list[Row]:
         return Row(key, (name,), ((rows, columns),), _transpose_in, _transpose_out)
 
     table = [
-        _plain(WORD_EMBEDDINGS, "transformer.wte.weight", (v, h)),
-        _plain("embedding.position_embeddings.weight", "transformer.wpe.weight", (positions, h)),
+        plain_row(WORD_EMBEDDINGS, "transformer.wte.weight", (v, h)),
+        plain_row("embedding.position_embeddings.weight", "transformer.wpe.weight", (positions, h)),
         Row(f"{_QKV}.weight", (f"{layer}attn.c_attn.weight",), ((h, 3 * h),), fuse, unfuse),
         Row(f"{_QKV}.bias", (f"{layer}attn.c_attn.bias",), ((3 * h,),), fuse, unfuse),
         conv(f"{_PROJ}.weight", f"{layer}attn.c_proj.weight", h, h),
-        _plain(f"{_PROJ}.bias", f"{layer}attn.c_proj.bias", (h,)),
+        plain_row(f"{_PROJ}.bias", f"{layer}attn.c_proj.bias", (h,)),
         conv(f"{_FC1}.weight", f"{layer}mlp.c_fc.weight", h, f),
-        _plain(f"{_FC1}.bias", f"{layer}mlp.c_fc.bias", (f,)),
+        plain_row(f"{_FC1}.bias", f"{layer}mlp.c_fc.bias", (f,)),
         conv(f"{_FC2}.weight", f"{layer}mlp.c_proj.weight", f, h),
-        _plain(f"{_FC2}.bias", f"{layer}mlp.c_proj.bias", (h,)),
+        plain_row(f"{_FC2}.bias", f"{layer}mlp.c_proj.bias", (h,)),
     ]
     for part in ("weight", "bias"):
         table += [
-            _plain(f"{_QKV}.layer_norm_{part}", f"{layer}ln_1.{part}", (h,)),
-            _plain(f"{_FC1}.layer_norm_{part}", f"{layer}ln_2.{part}", (h,)),
-            _plain(f"decoder.final_layernorm.{part}", f"transformer.ln_f.{part}", (h,)),
+            plain_row(f"{_QKV}.layer_norm_{part}", f"{layer}ln_1.{part}", (h,)),
+            plain_row(f"{_FC1}.layer_norm_{part}", f"{layer}ln_2.{part}", (h,)),
+            plain_row(f"decoder.final_layernorm.{part}", f"transformer.ln_f.{part}", (h,)),
         ]
     if fields.get("untie_embeddings_and_output_weights"):
-        table.append(_plain(OUTPUT, "lm_head.weight", (v, h)))
+        table.append(plain_row(OUTPUT, "lm_head.weight", (v, h)))
     return table

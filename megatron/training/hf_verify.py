@@ -35,8 +35,8 @@ from megatron.training.hf_convert import (
     MegatronSource,
     Source,
     config_of,
-    every_tensor,
 )
+from megatron.training.hf_rows import every_tensor
 
 # Both sides sum the same products in fp32 in different orders; logits of trained models reach some
 # tens, and 1e-4 is a few units in the last place of their intermediate sums.
@@ -97,11 +97,13 @@ def verify(megatron: Path, huggingface: Path, dtype: str, vocab_size: int | None
 
 
 def _compare_tensors(stored: Source, other: HfSource, dtype: torch.dtype) -> None:
-    for row, layer in every_tensor(other.rows(), other.fields["num_layers"]):
-        a, b = stored.read(row, layer).to(dtype), other.read(row, layer).to(dtype)
+    for row, place in every_tensor(other.rows(), other.fields["num_layers"]):
+        own = row.dtype or dtype
+        a, b = stored.read(row, place).to(own), other.read(row, place).to(own)
         if a.shape != b.shape or not torch.equal(a, b):
-            names = ", ".join(n.format(i=layer) for n in row.names)
-            at = "" if layer is None else f", layer {layer}"
+            names = ", ".join(place.of(n) for n in row.names)
+            at = "" if place.layer is None else f", layer {place.layer}"
+            at += "" if place.expert is None else f", expert {place.expert}"
             raise _wrong(
                 f"other values of {row.key}{at}", f"The stored values differ from those of {names}"
             )
@@ -249,7 +251,8 @@ def _their_parts(model: Any) -> dict[str, tuple[nn.Module, Callable[[Any], Tenso
     }
     for i, layer in enumerate(base.h if gpt2 else base.layers):
         parts[f"the attention of layer {i}"] = (layer.attn if gpt2 else layer.self_attn, _tensor)
-        parts[f"the MLP of layer {i}"] = (layer.mlp, _tensor)
+        mlp = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+        parts[f"the MLP of layer {i}"] = (mlp, _tensor)
     parts["the final norm"] = (base.ln_f if gpt2 else base.norm, _tensor)
     return parts
 

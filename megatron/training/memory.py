@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron.config import RunConfig
+from megatron.config.moe import moe_layers
 from megatron.observe.events import MemoryUse
 
 # Linux reports the peak in KiB, macOS in bytes.
@@ -53,12 +54,42 @@ def measure(rank: int, iteration: int, device: torch.device, routine: bool = Fal
 
 def count_parameters(cfg: RunConfig) -> int:
     """Return the parameters of the whole model's matrices and embeddings."""
-    h, f = cfg.hidden_size, cfg.ffn_hidden_size
+    dense, experts = _parameters(cfg)
+    return dense + experts
+
+
+def _parameters(cfg: RunConfig) -> tuple[int, int]:
+    """Return the parameters of all matrices but the experts', and those of the experts."""
+    h, matrices = cfg.hidden_size, 3 if cfg.swiglu else 2
     q = cfg.kv_channels * cfg.num_attention_heads
     kv = cfg.kv_channels * cfg.num_query_groups
-    layer = h * (q + 2 * kv) + q * h + (3 if cfg.swiglu else 2) * h * f
+    moe = sum(moe_layers(cfg))
+    dense = cfg.num_layers * (h * (q + 2 * kv) + q * h)
+    dense += (cfg.num_layers - moe) * matrices * h * cfg.ffn_hidden_size
     copies = 2 if cfg.untie_embeddings_and_output_weights else 1
-    return int(cfg.num_layers * layer + copies * cfg.padded_vocab_size * h)
+    dense += copies * cfg.padded_vocab_size * h
+    if not moe:
+        return dense, 0
+    shared = cfg.moe_shared_expert_intermediate_size or 0
+    dense += moe * h * (cfg.num_experts + matrices * shared)
+    return dense, moe * cfg.num_experts * matrices * h * cfg.moe_ffn_hidden_size
+
+
+def _layer_activations(cfg: RunConfig, tokens: float, has_experts: bool) -> float:
+    """Return the bytes that a layer keeps of a microbatch of `tokens` tokens."""
+    h, tp = float(cfg.hidden_size), float(cfg.tensor_model_parallel_size)
+    selective = cfg.sequence_parallel and cfg.recompute_granularity == "selective"
+    if has_experts:
+        width = float(cfg.moe_router_topk * cfg.moe_ffn_hidden_size)
+        width += cfg.moe_shared_expert_intermediate_size or 0
+        # A token's copy for each of its experts is kept before and after them.
+        copies = 4.0 * int(cfg.moe_router_topk)
+        if selective:
+            return tokens * h * (18.0 + copies + 4.0 * width / h) / tp
+        return tokens * h * (10.0 + (8.0 + copies + 4.0 * width / h) / tp)
+    if selective:
+        return tokens * h * (18.0 + 4.0 * float(cfg.ffn_hidden_size) / h) / tp
+    return tokens * h * (10.0 + 24.0 / tp)
 
 
 def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
@@ -68,27 +99,31 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
     of as many microbatches as there are stages in flight, so that share does not count there.
 
     Weights and optimizer: 18 bytes a parameter (BF16 weight, FP32 gradient, master and two Adam
-    moments); the distributed optimizer spreads 12 of them over the replicas of an instance.
-    Activations of a layer with sequence parallelism and a recomputed attention core:
-    s b h (18 + 4 f / h); otherwise s b h (10 + 24 / tp). Source: Korthikanti et al., "Reducing
-    Activation Recomputation in Large Transformer Models", 2022.
+    moments); the distributed optimizer spreads 12 of them over the replicas of an instance. Experts
+    are spread over expert-parallel ranks, and their replicas are fewer. Activations of a layer with
+    sequence parallelism and a recomputed attention core: s b h (18 + 4 f / h); otherwise
+    s b h (10 + 24 / tp). In a layer with experts f is the width that a token passes, and its copies
+    for k experts take 4 s b h k more; loads are taken to be even. Source: Korthikanti et al.,
+    "Reducing Activation Recomputation in Large Transformer Models", 2022.
     """
     tp, pp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
-    replicas = cfg.data_parallel_size * cfg.context_parallel_size
-    shares = replicas / cfg.num_distributed_optimizer_instances
-    shares = shares if cfg.use_distributed_optimizer else 1
-    parameters = float(count_parameters(cfg))
+    expert_ranks = cfg.expert_tensor_parallel_size * cfg.expert_model_parallel_size
+    shares = expert_shares = 1.0
+    if cfg.use_distributed_optimizer:
+        replicas = cfg.data_parallel_size * cfg.context_parallel_size
+        instances = cfg.num_distributed_optimizer_instances
+        shares = replicas / instances
+        expert_shares = max(1.0, replicas * tp / expert_ranks / instances)
+    dense, experts = (float(count) for count in _parameters(cfg))
     if pp > 1:
         table = cfg.padded_vocab_size * cfg.hidden_size
         copies = 2 if cfg.untie_embeddings_and_output_weights else 1
-        parameters = (parameters - copies * table) / pp + table
-    weights = (6.0 + 12.0 / shares) * parameters / tp
+        dense = (dense - copies * table) / pp + table
+    weights = (6.0 + 12.0 / shares) * dense / tp
+    weights += (6.0 + 12.0 / expert_shares) * experts / pp / expert_ranks
     tokens = cfg.seq_length * cfg.micro_batch_size / cfg.context_parallel_size
     h = cfg.hidden_size
-    if cfg.sequence_parallel and cfg.recompute_granularity == "selective":
-        layer = tokens * h * (18.0 + 4.0 * cfg.ffn_hidden_size / h) / tp
-    else:
-        layer = tokens * h * (10.0 + 24.0 / tp)
+    layers = sum(_layer_activations(cfg, tokens, kind) for kind in moe_layers(cfg))
     ends = 8.0 * tokens + tokens * h
     if pp == 1:
         ends += 4.0 * tokens * h * (1.0 + cfg.padded_vocab_size / h)
@@ -98,4 +133,4 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
         # Virtual stages keep 1 + (p - 1) / (p v) as much (Narayanan et al., SC 2021).
         most = pp if virtual == 1 else pp + (pp - 1) / virtual
         in_flight = min(in_flight, most)
-    return weights, in_flight * (cfg.num_layers / pp * layer + ends / tp)
+    return weights, in_flight * (layers / pp + ends / tp)

@@ -21,7 +21,7 @@ from megatron.training.progress import Progress
 from megatron.training.providers import build_gpt, saved_config
 
 # What a model is and what it reads; how it was trained does not matter here.
-_SECTIONS = ("model", "fp8")
+_SECTIONS = ("model", "moe", "fp8")
 # The layer backend is a matter of this machine, the padding one of this layout.
 _LEFT_OUT = ("transformer_impl", "padded_vocab_size")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.p2p import Pipes
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.schedule import Action, Op
 from megatron.core.tensor_parallel.mappings import all_reduce_
+from megatron.training.auxiliary import MoeReport, MoeStep
 from megatron.training.initialize import Runtime
 from megatron.training.providers import Parts
 
@@ -34,11 +35,13 @@ class StepOutcome:
         loss: Mean loss over the unmasked tokens of the whole batch.
         tokens: Number of those tokens.
         update: The optimizer's report.
+        moe: What layers with experts did; empty without them.
     """
 
     loss: float
     tokens: float
     update: StepResult
+    moe: MoeReport = field(default_factory=MoeReport)
 
     @property
     def loss_is_finite(self) -> bool:
@@ -71,6 +74,13 @@ class Batches:
         """Begin a step."""
         self._consumed = consumed_samples
         self._kept.clear()
+
+    def count_tokens(self, num_microbatches: int) -> torch.Tensor:
+        """Return the unmasked tokens of all microbatches; they are read now and kept for later."""
+        masks = []
+        for microbatch in range(num_microbatches):
+            masks.append(self.get(microbatch, last_use=False).loss_mask.sum())
+        return torch.stack(masks).sum()
 
     def get(self, microbatch: int, last_use: bool) -> Batch:
         """Return a microbatch; after its last use it is forgotten."""
@@ -157,7 +167,8 @@ class TrainStep:
         self.parts = parts
         self._mesh, self._device = runtime.mesh, runtime.device
         self._batches = Batches(source, runtime)
-        self._batch_size = int(cfg.global_batch_size)
+        self._batch_size, self._num_microbatches = int(cfg.global_batch_size), cfg.num_microbatches
+        self._moe = MoeStep(cfg, runtime, parts.model) if cfg.num_experts is not None else None
         # FP16 overflows on purpose while the loss scale is found, so it always skips.
         self._skip_non_finite = bool(cfg.check_for_nan_in_loss_and_grad or cfg.fp16)
         self._runner = Runner(
@@ -190,12 +201,18 @@ class TrainStep:
         self._sums.zero_()
         self._batches.start(consumed_samples)
         self.parts.ddp.zero_grad_buffer()
+        if self._moe is not None:
+            tokens = None
+            if self._moe.needs_tokens:
+                tokens = self._batches.count_tokens(self._num_microbatches)
+            self._moe.start(tokens, self.parts.optimizer.backward_scale)
         self._runner.run(self._actions)
         skip = self._skip_non_finite and not math.isfinite(self._loss)
         update = self.parts.optimizer.step(self._grad_norm, skip=skip)
         if update.success:
             self.parts.scheduler.step(self._batch_size)
-        return StepOutcome(self._loss, self._tokens, update)
+        report = MoeReport() if self._moe is None else self._moe.finish(update.success)
+        return StepOutcome(self._loss, self._tokens, update, report)
 
     # -- what the runner asks for ---------------------------------------------------------------
 
@@ -227,7 +244,7 @@ class TrainStep:
         """
         self._grad_norm = self.parts.optimizer.measure()
         if math.isfinite(self._loss) and math.isfinite(self._grad_norm):
-            self.parts.fp8.sync(self._mesh.amax)
+            self.parts.fp8.sync(self._mesh.amax, self._mesh.expert_amax)
         else:
             self.parts.fp8.discard()
 

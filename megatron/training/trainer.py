@@ -248,7 +248,7 @@ class Trainer:
                 iteration=iteration,
                 train_iters=cfg.train_iters,
                 consumed_samples=progress.consumed_train_samples,
-                losses={"lm loss": outcome.loss} if update.success else {},
+                losses={"lm loss": outcome.loss, **outcome.moe.losses} if update.success else {},
                 learning_rate=self.parts.scheduler.learning_rate(),
                 global_batch_size=cfg.global_batch_size,
                 tokens=cfg.global_batch_size * cfg.seq_length,
@@ -259,6 +259,7 @@ class Trainer:
                 params_norm=self.parts.optimizer.params_norm() if wants_norm else None,
                 skipped=not update.success,
                 nan=nan,
+                figures=outcome.moe.figures,
             )
         )
 

@@ -163,6 +163,7 @@ class FakeTransformerEngine:
         return SimpleNamespace(
             Linear=make_linear(self, "Linear", with_norm=False),
             LayerNormLinear=make_linear(self, "LayerNormLinear", with_norm=True),
+            GroupedLinear=type("FakeGroupedLinear", (FakeGroupedBase,), {"fake": self}),
             LayerNorm=make_norm(self, "LayerNorm"),
             RMSNorm=make_norm(self, "RMSNorm"),
             DotProductAttention=make_attention(self),
@@ -314,6 +315,102 @@ class FakeLinearBase(nn.Module):
         if self.return_bias:
             return y, self.bias
         return y + self.bias if self.use_bias else y
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(4, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("the fake's extra state stands for a pickle: never load it")
+
+
+class FakeGroupedBase(nn.Module):
+    """Parameters and book-keeping of `te.GroupedLinear`."""
+
+    is_fake = True
+    fake: FakeTransformerEngine
+    symbol = "pytorch.GroupedLinear"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        given = self.fake.bind(f"{self.symbol}.__init__", *args, **kwargs)
+        self.num_gemms = count = given["num_gemms"]
+        if self.fake.version < (2, 3):  # sorted by role
+            self._offsets = {"input": 0, "weight": count, "output": 2 * count, "grad_output": 0}
+        else:
+            roles = {"input": 0, "weight": 1, "output": 2, "grad_output": 0, "grad_input": 1}
+            self._offsets, self._num_fp8_tensors_per_gemm = roles, {"fwd": 3, "bwd": 2}
+        self.fuse_wgrad_accumulation = given["fuse_wgrad_accumulation"]
+        self.fp8_meta: dict[str, Any] = {}
+        self._fp8_workspaces: dict[str, Any] = {}
+        self.quantizers: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
+        self.weight_casts = [0] * count
+        self.scales_used: dict[str, list[float]] = {}
+        for i in range(count):
+            weight = torch.empty(
+                given["out_features"],
+                given["in_features"],
+                dtype=given["params_dtype"],
+                device=given["device"],
+            )
+            given["init_method"](weight)
+            self.register_parameter(f"weight{i}", nn.Parameter(weight))
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        self.fake.bind(f"{self.symbol}.init_fp8_metadata", num_gemms=num_gemms)
+        state = self.fake.state
+        if not state.enabled or "recipe" in self.fp8_meta:
+            return
+        self.fp8_meta |= {"recipe": state.recipe, "num_gemms": num_gemms}
+        if state.recipe.kind == "DelayedScaling":
+            length = state.recipe.amax_history_len
+            for direction, columns in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+                total = columns * num_gemms
+                meta = SimpleNamespace(
+                    scale=torch.ones(total), amax_history=torch.zeros(length, total)
+                )
+                self.fp8_meta[direction] = meta
+                self.quantizers[direction] = [
+                    SimpleNamespace(scale=meta.scale[i], amax=meta.amax_history[0][i].reshape(1))
+                    for i in range(total)
+                ]
+
+    def cast(self, role: str, expert: int, x: torch.Tensor) -> None:
+        """What a cast leaves behind: the largest maximum so far, and which scale it took."""
+        direction, name = ("bwd", "scaling_bwd") if "grad" in role else ("fwd", "scaling_fwd")
+        if not self.quantizers[name]:
+            return
+        stride = getattr(self, "_num_fp8_tensors_per_gemm", {direction: 1})[direction]
+        quantizer = self.quantizers[name][self._offsets[role] + expert * stride]
+        self.scales_used.setdefault(role, [0.0] * self.num_gemms)[expert] = float(quantizer.scale)
+        if x.numel():
+            amax = x.detach().abs().max().float()
+            quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.fake.bind(f"{self.symbol}.forward", *args, **kwargs)
+        x, splits, first = given["inp"], given["m_splits"], given.get("is_first_microbatch")
+        weights = [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
+        if x.dtype != weights[0].dtype:
+            raise TypeError("Data types for parameters must match when outside of autocast")
+        fp8 = self.fake.state.enabled
+        self.fake.library.manager.is_first_fp8_module()
+        outputs = []
+        for i, (part, weight) in enumerate(zip(x.split(splits), weights, strict=True)):
+            if fp8 and part.shape[0] % 8:
+                raise AssertionError("FP8 execution requires the product of leading dims % 8")
+            if fp8:
+                self.cast("input", i, part)
+                if first is not False or f"weight{i}" not in self._fp8_workspaces:
+                    self.weight_casts[i] += 1
+                    self.cast("weight", i, weight)
+                    self._fp8_workspaces[f"weight{i}"] = weight.detach().clone()
+
+            def after(grad: torch.Tensor, expert: int = i) -> None:
+                if fp8:
+                    self.cast("grad_output", expert, grad)
+
+            outputs.append(_Matmul.apply(part, weight, self.fuse_wgrad_accumulation, first, after))
+        return torch.cat(outputs)
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.zeros(4, dtype=torch.uint8)

@@ -29,6 +29,7 @@ CALLABLES = {
     "pytorch": {
         "Linear": ("__init__", "forward", "init_fp8_metadata"),
         "LayerNormLinear": ("__init__", "forward", "init_fp8_metadata"),
+        "GroupedLinear": ("__init__", "forward", "init_fp8_metadata"),
         "LayerNorm": ("__init__", "forward"),
         "RMSNorm": ("__init__", "forward"),
         "DotProductAttention": ("__init__", "forward"),
@@ -59,6 +60,7 @@ _MODULE = ("fp8_meta", "fuse_wgrad_accumulation", "_fp8_workspaces", "quantizers
 ATTRIBUTES = {
     "Linear": _MODULE,
     "LayerNormLinear": _MODULE,
+    "GroupedLinear": (*_MODULE, "num_gemms", "_offsets"),
     "Float8CurrentScaling": ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"),
     "Format": ("HYBRID", "E4M3"),
     "UserBufferQuantizationMode": ("FP8", "NONE"),

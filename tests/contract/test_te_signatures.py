@@ -127,6 +127,14 @@ class TestCalls:
         layer(torch.zeros(2, 1, 32, dtype=torch.bfloat16), is_first_microbatch=False)
         assert fake.called("pytorch.Linear.forward")[0]["is_first_microbatch"] is False
 
+    def test_grouped_linear(self, fake):
+        given = te_calls.grouped_linear_arguments(params_dtype=torch.bfloat16, device=DEVICE)
+        layer = fake.library.pytorch.GroupedLinear(2, 32, 64, **given)
+        layer(torch.zeros(48, 32, dtype=torch.bfloat16), [16, 32], is_first_microbatch=False)
+        (call,) = fake.called("pytorch.GroupedLinear.forward")
+        assert (call["m_splits"], call["is_first_microbatch"]) == ([16, 32], False)
+        assert len(te_calls.grouped_columns(layer, "weight")) == 2
+
     @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
     def test_layernorm_linear(self, fake, normalization):
         extra = te_calls.norm_linear_arguments(

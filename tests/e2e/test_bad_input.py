@@ -101,7 +101,7 @@ CONTRADICTIONS = {
     ),
     "experts": (
         [*MOCK, "--expert-model-parallel-size", "2"],
-        ["--expert-model-parallel-size: got 2", "mixture-of-experts layers are not"],
+        ["--expert-model-parallel-size: got no --num-experts", "Add --num-experts"],
     ),
     "recipe of another release": (
         [*MOCK, *FP8, "--fp8-recipe", "mxfp8"],
@@ -133,7 +133,8 @@ MISTYPED = {
     "--save=": "--save: got ''. It takes text that is not empty",
     "--seed 99999999999": "--seed: got 99999999999. The order of the samples",
     "--transformer-impl cuda": "--transformer-impl: got 'cuda'. The choices are auto, native",
-    "--num-experts 8": "--num-experts: got 8. Megatron-LM has this flag, but mixture-of-experts",
+    "--moe-latent-size 8": "--moe-latent-size: got 8. Megatron-LM has this flag, but that part",
+    "--num-experts 8": "--num-experts, --disable-bias-linear: got 8 experts with biases",
     "--use-megatron-fsdp": "--use-megatron-fsdp: got",
 }
 

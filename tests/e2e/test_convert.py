@@ -38,6 +38,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
 }  # fmt: skip
 
+MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 6}
+DEEPSEEK = {
+    "moe_intermediate_size": 32, "num_experts_per_tok": 4, "n_routed_experts": 8, "head_dim": 16,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+
 MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -50,6 +56,21 @@ MODELS = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mixtral": (
+        "Mixtral",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": None},
+    ),
+    "qwen2-moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 48}),
+    "qwen3-moe": ("Qwen3Moe", {**MOE, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-dense-layers": (
+        "Qwen3Moe",
+        {**MOE, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {**DEEPSEEK, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    ),
+    "glm4-moe-groups": ("Glm4Moe", {**DEEPSEEK, "n_group": 4, "topk_group": 2}),
     "gpt2": ("GPT2", {}),
     "gpt2-untied": ("GPT2", {"tie_word_embeddings": False, "n_inner": 80}),
 }
@@ -63,7 +84,8 @@ def make_model(name, directory, dtype=torch.float32):
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     model = getattr(transformers, head)(config)
     with torch.no_grad():  # biases and norms start at constants, which would hide mistakes
-        for parameter in model.parameters():
+        biases = [b for n, b in model.named_buffers() if n.endswith("correction_bias")]
+        for parameter in [*model.parameters(), *biases]:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.to(dtype).save_pretrained(directory)
@@ -130,6 +152,30 @@ def test_target_dtype(tmp_path, capsys):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_the_router_of_a_bf16_model_keeps_its_bias_in_fp32(tmp_path):
+    make_model("glm4-moe", tmp_path / "hf")
+    assert run(
+        "huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt", "--target-dtype", "bf16",
+        "--no-verify",
+    ) == 0  # fmt: skip
+    stored = Reader(tmp_path / "ckpt" / "release").tensors
+    kept = {key for key, entry in stored.items() if entry.dtype == torch.float32}
+    assert kept == {f"decoder.layers.{i}.mlp.router.expert_bias" for i in (1, 2)}
+    assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "back") == 0
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    assert torch.equal(state_of(tmp_path / "back")[name], state_of(tmp_path / "hf")[name])
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+
+    make_model("glm4-moe", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    save_file({**load_file(path), "model.layers.3.eh_proj.weight": torch.ones(2, 2)}, path)
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt", "--no-verify") == 0
+    assert "predict further tokens (MTP) are left out" in capsys.readouterr().out
+
+
 def test_tokenizer_files_travel(tmp_path):
     make_model("llama", tmp_path / "hf")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -158,7 +204,7 @@ def unsections(fused, groups, width):
 
 WRONG = {
     "gate and up": (
-        {"_stack": swapped, "_halves": lambda t: t.chunk(2)[::-1]},
+        {"stack": swapped, "halves": lambda t: t.chunk(2)[::-1]},
         "the MLP of layer 0",
     ),
     "qkv layout": (
@@ -193,9 +239,9 @@ def test_a_wrong_tensor_is_named(tmp_path, capsys, monkeypatch):
 
     real = hf_convert._lazy
 
-    def damaged(source, row, layer, dtype):
-        piece = real(source, row, layer, dtype)
-        if layer == 1 and row.key.endswith("linear_fc2.weight"):
+    def damaged(source, row, at, *rest):
+        piece = real(source, row, at, *rest)
+        if at.layer == 1 and row.key.endswith("linear_fc2.weight"):
             return piece._replace(make=lambda: piece.values() + 1)
         return piece
 
@@ -315,26 +361,47 @@ LIKE_LLAMA = [
 TP2 = ["--tensor-model-parallel-size", "2"]
 
 
+LIKE_DEEPSEEK = [
+    *LIKE_LLAMA, "--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32",
+    "--moe-layer-freq", "([0]*1+[1]*1)", "--moe-router-score-function", "sigmoid",
+    "--moe-router-enable-expert-bias", "--moe-shared-expert-intermediate-size", "64",
+]  # fmt: skip
+EP2 = ["--expert-model-parallel-size", "2"]
+ETP1 = ["--expert-tensor-parallel-size", "1"]
+
+
 @pytest.mark.parametrize(
-    "flags", [LIKE_LLAMA, [*LIKE_LLAMA, "--apply-layernorm-1p"], []], ids=["llama", "1p", "gpt2"]
+    "flags",
+    [
+        [*LIKE_LLAMA, *TP2],
+        [*LIKE_LLAMA, "--apply-layernorm-1p", *TP2],
+        TP2,
+        [*LIKE_DEEPSEEK, *EP2],
+    ],
+    ids=["llama", "1p", "gpt2", "experts"],
 )
 def test_a_model_trained_on_two_ranks_is_exported(tmp_path, capsys, flags):
     save = ["--save", f"{tmp_path}/ckpt", "--save-interval", "2"]
-    done = launch(2, [*TRAIN, *SIZES, *flags, *TP2, *save])
+    done = launch(2, [*TRAIN, *SIZES, *flags, *save])
     assert done.codes == [0, 0], done.out
     assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "hf") == 0
     assert "verified" in capsys.readouterr().out
     rows = {n: t.shape[0] for n, t in state_of(tmp_path / "hf").items() if t.dim() == 2}
     names = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight")
-    assert [rows[n] for n in names if n in rows] == [VOCAB] * (1 if not flags else 2)
+    assert [rows[n] for n in names if n in rows] == [VOCAB] * (2 if LIKE_LLAMA[0] in flags else 1)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == VOCAB
 
 
-def test_an_imported_model_trains_the_same_at_every_layout(tmp_path):
-    make_model("llama-tied", tmp_path / "hf")
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama-tied", TP2), ("glm4-moe", [*TP2, "--sequence-parallel", *EP2, *ETP1])],
+    ids=["llama", "experts"],
+)
+def test_an_imported_model_trains_the_same_at_every_layout(tmp_path, name, layout):
+    make_model(name, tmp_path / "hf")
     assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt", "--no-verify") == 0
     flags = [*TRAIN, "--load", str(tmp_path / "ckpt"), "--use-checkpoint-args"]
-    one, two = launch(1, flags), launch(2, [*flags, *TP2])
+    one, two = launch(1, flags), launch(2, [*flags, *layout])
     assert one.codes == [0], one.out
     assert two.codes == [0, 0], two.out
     assert one.lines("iteration        1/")

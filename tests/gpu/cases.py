@@ -160,6 +160,40 @@ def layers_agree(
     return {name: relative_error(measured[name], reference[name]) for name in reference}
 
 
+def run_experts(device: torch.device, backend: Backend, recipe: str) -> dict[str, torch.Tensor]:
+    """Two steps of three experts, one of them without tokens in the second."""
+    path = "decoder.layers.0.mlp.experts.linear_fc1"
+    build = build_on(device, backend, path, fp8_format="hybrid", **RECIPES[recipe])
+    layer = backend.column_parallel_grouped_linear(
+        3, 128, 96, build=build, init_method=torch.nn.init.xavier_normal_
+    )
+    results = {}
+    for step, counts in enumerate(([16, 9, 32], [5, 0, 33])):
+        generator = torch.Generator().manual_seed(step)
+        x, g = (
+            torch.randn(sum(counts), width, generator=generator).to(torch.bfloat16).to(device)
+            for width in (128, 96)
+        )
+        x.requires_grad_()
+        for weight in layer.weights:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        y = layer(x, counts)
+        y.backward(g)
+        build.fp8.sync(build.mesh.amax, build.mesh.expert_amax)
+        dw = torch.stack([weight.main_grad for weight in layer.weights])
+        results = {"y": y, "dx": x.grad, "dw": dw}
+    if build.fp8.expert_book is not None:
+        results["scale"] = build.fp8.expert_book.scale
+    return {name: value.detach().to(CPU) for name, value in results.items()}
+
+
+def experts_agree(device: torch.device, backend: Backend, recipe: str) -> dict[str, float]:
+    """Experts of `backend` on the device, against the native ones emulated on the CPU."""
+    reference = run_experts(CPU, NativeBackend(), recipe)
+    measured = run_experts(device, backend, recipe)
+    return {name: relative_error(measured[name], reference[name]) for name in reference}
+
+
 def run_model(
     device: torch.device, backend: Backend, steps: int = 3, **settings: object
 ) -> list[float]:

@@ -54,6 +54,13 @@ def test_layers_match_the_emulation(device, report, kind, recipe):
     assert error.get("scale", 0.0) < (1e-3 if "norm" in kind else 1e-7)
 
 
+@pytest.mark.parametrize("recipe", list(cases.RECIPES))
+def test_experts_match_the_emulation(device, report, recipe):
+    error = report(cases.experts_agree(device, NativeBackend(), recipe))
+    assert max(error["y"], error["dx"], error["dw"]) < 6e-3
+    assert error.get("scale", 0.0) < 1e-7
+
+
 @pytest.mark.parametrize("recipe", [None, *cases.RECIPES])
 def test_models_match_the_emulation(device, report, recipe):
     measured = report(cases.models_agree(device, NativeBackend(), recipe))

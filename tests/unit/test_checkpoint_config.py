@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import make_config
+from megatron.config import ConfigError, make_config
 from megatron.core.errors import CheckpointError
 from megatron.training.checkpoint_config import adopt, check_same_model, differences
+from megatron.training.checkpointing import with_checkpoint_args
 from tests.small_models import GQA, LLAMA, small_config
 
 TRAINING = {"micro_batch_size": 2, "train_iters": 3, "mock_data": True, "lr": 1e-3}
@@ -19,7 +20,16 @@ def bare(**settings):
     return make_config(**{**TRAINING, "load": "x", "use_checkpoint_args": True, **settings})
 
 
-@pytest.mark.parametrize("model", [{}, LLAMA, {**LLAMA, **GQA}, {**GQA, "num_query_groups": 4}])
+MOE = {
+    **LLAMA, "num_experts": 4, "moe_layer_freq": "[0,1]", "moe_ffn_hidden_size": 32,
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model", [{}, LLAMA, {**LLAMA, **GQA}, {**GQA, "num_query_groups": 4}, MOE]
+)
 def test_a_model_is_taken_over_whole(model):
     settings = saved(**model)
     cfg = adopt(bare(), settings)
@@ -64,6 +74,16 @@ def test_differences_without_effect_on_the_weights_are_fine(was, now):
     assert check_same_model(saved(**was), small_config(**now)) == []
 
 
+def test_patterns_of_layers_are_compared_by_what_they_say():
+    settings = {**saved(**MOE), "moe_layer_freq": "[0, 1]"}
+    assert check_same_model(settings, small_config(**MOE)) == []
+    others = small_config(**{**MOE, "moe_layer_freq": "1", "moe_router_topk": 3}, load="x")
+    with pytest.raises(CheckpointError) as failure:
+        check_same_model(settings, others)
+    assert "--moe-layer-freq is [0, 1] in the checkpoint and 1" in str(failure.value)
+    assert "--moe-router-topk is 2 in the checkpoint and 3" in str(failure.value)
+
+
 def test_a_longer_context_needs_finetune():
     settings = saved(**LLAMA)
     longer = small_config(**{**LLAMA, "rotary_base": 500000}, load="x")
@@ -74,3 +94,18 @@ def test_a_longer_context_needs_finetune():
     wider = small_config(**{**LLAMA, "hidden_size": 64}, load="x", finetune=True)
     with pytest.raises(CheckpointError, match="--hidden-size"):
         check_same_model(settings, wider)
+
+
+def test_experts_may_come_from_the_checkpoint():
+    cfg = bare(expert_model_parallel_size=2, world_size=2)
+    assert cfg.num_experts is None
+    settings = saved(**LLAMA, num_experts=4, moe_ffn_hidden_size=16)
+    cfg = adopt(cfg, settings)
+    assert (cfg.num_experts, cfg.expert_model_parallel_size) == (4, 2)
+    assert cfg.replace(use_checkpoint_args=False).num_experts == 4
+
+
+def test_settings_of_experts_are_refused_if_the_checkpoint_has_none(tmp_path):
+    cfg = bare(load=str(tmp_path), moe_token_dispatcher_type="alltoall", num_layers=2)
+    with pytest.raises(ConfigError, match="moe-token-dispatcher-type: got no --num-experts"):
+        with_checkpoint_args(cfg)

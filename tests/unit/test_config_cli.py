@@ -127,7 +127,7 @@ class TestFlags:
         found = "\n".join(
             problems(
                 f"--config {overlay} --config {tmp_path}/none.yaml --bf16 --zebra"
-                " --moe-router-topk 2 --tp-comm-overlap --lr fast"
+                " --moe-latent-size 2 --tp-comm-overlap --lr fast"
             )
         )
         for part in (
@@ -135,7 +135,7 @@ class TestFlags:
             "none.yaml",
             "--fp16, --bf16",
             "--zebra",
-            "--moe-router-topk",
+            "--moe-latent-size",
             "--tp-comm-overlap",
             "'fast'",
         ):

@@ -77,8 +77,9 @@ def test_accepted_with_one_notice(line):
         (("--main-grads-dtype", "bf16"), ["Only fp32"]),
         (("--use-megatron-fsdp",), ["--use-distributed-optimizer"]),
         (("--async-save",), ["blocks"]),
-        (("--moe-router-topk", "2"), ["got 2", "ixture-of-experts"]),
-        (("--num-experts", "8"), ["ixture-of-experts"]),
+        (("--moe-latent-size", "2"), ["got 2", "ixture-of-experts"]),
+        (("--moe-shared-expert-overlap",), ["result is the same"]),
+        (("--moe-enable-deepep",), ["alltoall"]),
         (("--multi-latent-attention",), ["ulti-latent"]),
         (("--overlap-p2p-communication-warmup-flush",), ["part of pipeline"]),
         (("--cp-comm-type", "a2a+p2p"), ["Two levels", "all_gather"]),
@@ -111,13 +112,13 @@ def test_refused_with_the_reason(tokens, words):
 
 def test_arity_decides_what_a_refused_flag_swallows():
     with pytest.raises(ConfigError) as caught:
-        parse(["--async-save", "stray", "--num-experts", "8", "9"])
+        parse(["--async-save", "stray", "--moe-latent-size", "8", "9"])
     texts = [str(problem) for problem in caught.value.problems]
     assert [text.partition(":")[0] for text in texts] == [
         "stray",
         "--async-save",
         "9",
-        "--num-experts",
+        "--moe-latent-size",
     ]
 
 

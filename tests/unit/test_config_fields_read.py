@@ -23,8 +23,8 @@ CONSUMED_BY_DERIVATION = {
     "pipeline_model_parallel_layout": "placement of layers",
     "fake_world_size": "world_size",
     "use_tp_pp_dp_mapping": "order of the axes, which the mesh reads by name",
-    "expert_model_parallel_size": "refused above 1",
-    "expert_tensor_parallel_size": "refused above 1",
+    "moe_layer_freq": "moe_layers()",
+    "moe_aux_loss_coeff": "auxiliary_losses()",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from unit.moe_refusals import MOE_REFUSED
 
 from megatron.config import ConfigError, Problem, make_config
 from megatron.config.draft import Draft, derive
@@ -110,8 +111,6 @@ REFUSED = [
     ({"cp_comm_type": ["p2p", "p2p", "a2a"]}, "--cp-comm-type", ["3 values", "1 or 2 values"]),
     ({"cp_comm_type": []}, "--cp-comm-type", ["0 values"]),
     ({"cp_comm_type": ["a2a+p2p"]}, "--cp-comm-type", ["Two levels", "all_gather or a2a"]),
-    ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size", ["not in this release"]),
-    ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size", ["not in this release"]),
     ({"device": "cpu", "distributed_backend": "nccl"}, "--distributed-backend", ["gloo"]),
     (
         {"overlap_param_gather": True},
@@ -484,7 +483,9 @@ REFUSED_ON_A_MESH = [
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fields", "flag", "words"), REFUSED_ON_A_MESH, ids=lambda v: str(v)[:60]
+    ("world_size", "fields", "flag", "words"),
+    REFUSED_ON_A_MESH + MOE_REFUSED,
+    ids=lambda v: str(v)[:60],
 )
 def test_refused_on_a_mesh(world_size, fields, flag, words):
     found = problems(world_size, **fields)
@@ -647,7 +648,7 @@ def test_every_rule_is_documented_and_exercised():
         first = (one.__doc__ or "").strip().splitlines()[0]
         assert first.endswith("."), one.__name__
     cases = [(1, fields) for fields, _, _ in REFUSED]
-    cases += [(world, fields) for world, fields, _, _ in REFUSED_ON_A_MESH]
+    cases += [(world, fields) for world, fields, _, _ in REFUSED_ON_A_MESH + MOE_REFUSED]
     assert set(names) == set().union(*(fired(world, fields) for world, fields in cases))
 
 
@@ -655,6 +656,7 @@ def test_rules_are_listed_by_subject():
     modules = [one.__module__.rpartition("_")[2] for one in RULES]
     assert list(dict.fromkeys(modules)) == [
         "model",
+        "moe",
         "parallel",
         "overlap",
         "pipeline",

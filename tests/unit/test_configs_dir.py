@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.cli import parse
+from megatron.config.moe import moe_layers
 
 ROOT = Path(__file__).resolve().parents[2] / "configs"
 MODELS = sorted(ROOT.glob("*.yaml"))
@@ -32,11 +33,19 @@ def parameters(cfg):
     heads = cfg.num_attention_heads * cfg.kv_channels
     kv = 2 * cfg.num_query_groups * cfg.kv_channels
     attention = cfg.hidden_size * (2 * heads + kv)
-    mlp = (3 if cfg.swiglu else 2) * cfg.hidden_size * cfg.ffn_hidden_size
+    matrices = (3 if cfg.swiglu else 2) * cfg.hidden_size
+    mlp = matrices * cfg.ffn_hidden_size
     embeddings = cfg.padded_vocab_size * (2 if cfg.untie_embeddings_and_output_weights else 1)
     if cfg.position_embedding_type == "learned_absolute":
         embeddings += cfg.max_position_embeddings
-    return cfg.num_layers * (attention + mlp) + embeddings * cfg.hidden_size
+    moe = experts = 0
+    if cfg.num_experts:
+        moe = sum(moe_layers(cfg))
+        width = cfg.num_experts * cfg.moe_ffn_hidden_size
+        width += cfg.moe_shared_expert_intermediate_size or 0
+        experts = matrices * width + cfg.num_experts * cfg.hidden_size
+    mlps = (cfg.num_layers - moe) * mlp + moe * experts
+    return cfg.num_layers * attention + mlps + embeddings * cfg.hidden_size
 
 
 def test_the_expected_files_exist():
@@ -62,6 +71,8 @@ def test_finalizes(model, overlay):
         ("gpt3_175b", (174_000, 176_000)),
         ("llama3_8b", (7950, 8100)),
         ("quickstart_llama_10m", (9, 11)),
+        ("mixtral_8x7b", (46_600, 46_800)),
+        ("moe_16b_fine_grained", (16_300, 16_500)),
     ],
 )
 def test_has_the_size_in_its_name(name, millions):

@@ -141,7 +141,7 @@ def test_dllogger_lines_can_be_read_back(tmp_path):
     path = tmp_path / "deep" / "log.json"
     own = bus(DlloggerSink(str(path)), log_interval=1)
     own.emit(RunStart({"lr": 1}, 1, "cpu", "native", "", 7, 1.0))
-    own.emit(step(1, 2.5, grad_norm=0.5))
+    own.emit(step(1, 2.5, grad_norm=0.5, figures={"moe/load_entropy": 0.75}))
     own.emit(EvalEnd("iteration 1", 1, {"lm loss": 3.0}))
     own.emit(CheckpointSaved(1, "ckpt/iter_0000001"))
     own.close()
@@ -152,6 +152,7 @@ def test_dllogger_lines_can_be_read_back(tmp_path):
     assert records[0]["data"]["config"] == {"lr": 1}
     assert records[1]["data"]["lm loss"] == 2.5
     assert records[1]["data"]["grad_norm"] == 0.5
+    assert records[1]["data"]["moe/load_entropy"] == 0.75
     assert records[2]["data"]["validation lm loss"] == 3.0
     saved = {"iteration": 1, "path": "ckpt/iter_0000001"}
     assert records[3]["data"] == {"CheckpointSaved": saved}
@@ -179,14 +180,16 @@ def test_tensorboard_has_the_familiar_names(tmp_path):
     sinks, incidents = build_sinks(cfg, rank=0)
     assert incidents == []
     own = bus(*sinks, log_interval=1)
-    own.emit(step(1, 2.0, grad_norm=0.5, num_zeros=3, params_norm=4.0))
+    figures = {"moe/load_entropy": 0.75}
+    own.emit(step(1, 2.0, grad_norm=0.5, num_zeros=3, params_norm=4.0, figures=figures))
     own.emit(EvalEnd("iteration 1", 1, {"lm loss": 3.0}, consumed_samples=4))
     own.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     names = set(events.Tags()["scalars"])
     for name in ["learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "num-zeros",
-                 "params-norm", "lm loss validation", "lm loss validation ppl"]:  # fmt: skip
+                 "params-norm", "moe/load_entropy", "lm loss validation",
+                 "lm loss validation ppl"]:  # fmt: skip
         assert {name, f"{name} vs samples"} <= names, name
     assert {"iteration-time", "throughput"} <= names
     assert events.Scalars("lm loss vs samples")[0].step == 4

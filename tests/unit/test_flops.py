@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config import make_config
 from megatron.training.flops import Shape, flops_per_sequence, terms_per_token
 
 LLAMA3_8B = Shape(8192, 32, 4096, 4096, 1024, 128256, 14336, gated=True)
@@ -33,3 +34,15 @@ def test_terms_of_a_model_small_enough_to_do_by_hand():
     # Full square would be 2 GEMMs x 2 FLOPs x 8 keys x 4 channels; a causal mask halves it.
     assert terms["attention_core"] == 3 * 2 * (2 * 2 * 8 * 4) / 2
     assert terms["logits"] == 3 * 2 * 4 * 16
+
+
+def test_a_token_passes_its_experts_and_the_shared_one():
+    fields = {
+        "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32,
+        "vocab_size": 128, "swiglu": True, "add_bias_linear": False, "num_experts": 16,
+        "moe_layer_freq": "[0]+[1]*3", "moe_ffn_hidden_size": 24, "moe_router_topk": 5,
+        "moe_shared_expert_intermediate_size": 40, "ffn_hidden_size": 96,
+    }  # fmt: skip
+    terms = terms_per_token(Shape.of(make_config(**fields)))
+    assert terms["mlp"] == 6 * 3 * 64 * 96
+    assert terms["experts"] == 6 * 3 * 64 * 3 * (5 * 24 + 40)

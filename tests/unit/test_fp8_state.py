@@ -196,3 +196,88 @@ def test_missing_layers():
     more = state_of(paths=("decoder.layers.0.a", "decoder.layers.2.a", "decoder.layers.3.a"))
     with pytest.raises(CheckpointError, match=r"decoder\.layers\.2\.a, decoder\.layers\.3\.a"):
         more.load_state_dict(trained().state_dict())
+
+
+# -- experts --------------------------------------------------------------------------------------
+
+
+def experts_of(numbers, length=4, **recipe):
+    state = Fp8State(Fp8Policy(recipe=DelayedScaling(amax_history_len=length, **recipe)))
+    state.for_linear("decoder.layers.0.mlp.router_dense")
+    for number in numbers:
+        state.for_linear(f"decoder.layers.0.mlp.experts.linear_fc1.{number}", is_expert=True)
+    return state
+
+
+def trained_experts(numbers):
+    state = experts_of(numbers)
+    for _ in range(3):
+        for column, number in enumerate(numbers):
+            for direction in ("forward", "backward"):
+                path = state.expert_book.paths()[column]
+                state.expert_book.history[0, state.expert_book.columns(path, direction)] = (
+                    number + 2
+                )
+        state.sync()
+    return state
+
+
+def test_experts_keep_their_scales_in_a_book_of_their_own():
+    state = trained_experts([0, 1])
+    assert len(state.book.paths()) == 1
+    assert state.expert_book.scale[:6].tolist() == [224] * 3 + [pytest.approx(448 / 3)] * 3
+    assert state.book.scale.tolist() == [1] * 5
+    state.expert_book.history[0] = 100
+    state.discard()
+    assert state.expert_book.history[0].abs().max() == 0
+
+
+def test_experts_are_saved_as_groups_and_loaded_in_any_distribution():
+    whole = trained_experts([0, 1, 2, 3])
+    saved = whole.state_dict()
+    group = saved["experts"]["decoder.layers.0.mlp.experts.linear_fc1"]
+    assert group["numbers"] == [0, 1, 2, 3]
+    assert group["scale_fwd"].shape == (4, 3)
+    assert group["amax_history_bwd"].shape == (4, 4, 2)
+    for numbers in ([2, 3], [1]):
+        part = experts_of(numbers)
+        assert part.load_state_dict(saved) == []
+        for path in part.expert_book.paths():
+            columns = part.expert_book.columns(path, "backward")
+            there = whole.expert_book.columns(path, "backward")
+            assert torch.equal(part.expert_book.scale[columns], whole.expert_book.scale[there])
+            assert torch.equal(
+                part.expert_book.history[:, columns], whole.expert_book.history[:, there]
+            )
+
+
+def test_missing_experts_are_listed():
+    saved = trained_experts([0, 1]).state_dict()
+    with pytest.raises(CheckpointError, match=r"without .*linear_fc1\.2, .*linear_fc1\.3"):
+        experts_of([1, 2, 3]).load_state_dict(saved)
+    del saved["experts"]  # of a model without experts
+    with pytest.raises(CheckpointError, match=r"linear_fc1\.1"):
+        experts_of([1]).load_state_dict(saved)
+
+
+def test_expert_state_follows_history_length_and_format():
+    saved = trained_experts([0, 1]).state_dict()
+    other = experts_of([1], length=2, fp8_format=Format.E4M3)
+    messages = other.load_state_dict(saved)
+    assert len(messages) == 2
+    assert other.expert_book.history[:, 0].tolist() == [0, 3]
+    assert other.expert_book.scale[3] == pytest.approx(448 / 3)  # was 57344 / 3
+
+
+def test_recompute_replays_the_scales_of_experts():
+    state = trained_experts([0])
+    slot = state.layers[state.expert_book.paths()[0]].slots.of(Role.INPUT)
+    first, again = state.recompute_contexts()
+    with first:
+        before = float(slot.scale)
+    state.expert_book.history[0] = 100.0
+    state.sync()
+    with again:
+        assert float(slot.scale) == before
+        assert not state.recording
+    assert float(slot.scale) != before

@@ -42,6 +42,11 @@ def test_layers(kind, recipe):
     assert max(cases.layers_agree(cases.CPU, NativeBackend(), kind, recipe).values()) == 0.0
 
 
+@pytest.mark.parametrize("recipe", list(cases.RECIPES))
+def test_experts(recipe):
+    assert max(cases.experts_agree(cases.CPU, NativeBackend(), recipe).values()) == 0.0
+
+
 def test_a_wrong_layer_is_noticed():
     # The stand-in multiplies in bf16, so its results are near those of FP8 and no nearer.
     backend = TransformerEngineBackend(FakeTransformerEngine("2.20.2").library)

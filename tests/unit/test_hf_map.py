@@ -158,7 +158,7 @@ def test_both_spellings_of_the_llama3_scaling(style):
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3'"),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),

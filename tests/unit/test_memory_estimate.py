@@ -35,3 +35,21 @@ def test_schedules_keep_different_numbers_of_microbatches():
     _, (_, interleaved) = estimate(4, **pp4, num_virtual_stages_per_pipeline_rank=2)
     assert all_of_them == 4 * one  # 16 microbatches instead of 4
     assert interleaved == pytest.approx(one * (1 + 3 / 8))
+
+
+def test_experts_are_spread_over_their_ranks():
+    experts = {
+        "num_experts": 8, "moe_ffn_hidden_size": 32, "swiglu": True, "add_bias_linear": False,
+    }  # fmt: skip
+    whole, (weights, kept) = estimate(**experts)
+    of_experts = 8 * 8 * 3 * 64 * 32
+    assert weights == 18 * count_parameters(whole)
+    _, (spread, _) = estimate(4, **experts, expert_model_parallel_size=4)
+    assert spread == weights - 18 * of_experts * 3 / 4
+    _, (both, _) = estimate(
+        8, **experts, expert_model_parallel_size=4, use_distributed_optimizer=True
+    )
+    dense = count_parameters(whole) - of_experts
+    assert both == (6 + 12 / 8) * dense + (6 + 12 / 2) * of_experts / 4
+    _, (_, more) = estimate(**experts, moe_router_topk=4)
+    assert more > kept

@@ -94,6 +94,20 @@ def test_the_yardstick_of_coarse_rounding_is_one_process():
     assert [one.name for one in found.diverging] == [NAMES[2]]
 
 
+def test_a_few_tokens_may_choose_other_experts():
+    name = "decoder.layers.0.mlp.experts.linear_fc1.weight0"
+    exact, reference, ours = outcome(), outcome(0.02, seed=1), outcome(0.02, seed=2)
+    for made in (exact, reference, ours):
+        made.last_grads[name] = torch.ones(8, 4)
+        made.initial[name] = torch.ones(8, 4)
+    ours.last_grads[name] = torch.full((8, 4), 1.3)
+    assert compare_rounded(ours, reference, exact, 8, "bf16").inside
+    for wrong in (0.5, 2.0):
+        ours.last_grads[name] = torch.full((8, 4), wrong)
+        found = compare_rounded(ours, reference, exact, 8, "bf16")
+        assert [one.name for one in found.diverging] == [name]
+
+
 def test_scales_of_weights_are_the_same_bits():
     exact, reference, ours = outcome(), outcome(), outcome()
     ours.fp8["layer"]["scale_fwd"][0] = 2.1

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.config import ConfigError, make_config
 from megatron.config.cli import parse
+from megatron.config.moe import auxiliary_losses
 from megatron.config.schema import SPECS
 from megatron.core.errors import MeshError
 from megatron.training.parity.check import prepare
@@ -157,6 +158,30 @@ def test_configurations_of_the_project_have_usual_layouts(name):
     assert plan.model.fields["hidden_size"] <= 256
 
 
+def test_models_with_experts_keep_their_router():
+    experts = {
+        "num_experts": 64, "moe_router_topk": 6, "moe_router_num_groups": 8,
+        "moe_router_group_topk": 3, "moe_layer_freq": "([0]*3+[1]*29)", "add_bias_linear": False,
+        "moe_ffn_hidden_size": 1408, "moe_shared_expert_intermediate_size": 2816,
+        "moe_router_load_balancing_type": ["global_aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.1, 0.2], "moe_expert_capacity_factor": 1.5,
+        "fp8_format": "hybrid", "first_last_layers_bf16": False,
+    }  # fmt: skip
+    cfg = make_config(8, **(LARGE | experts))
+    plan = prepare(cfg, ["ep2", "tp2ep4", "pp2ep2", "tp2ep2etp1", "cp2ep2"], steps=1)
+    small = plan.model.fields
+    # Two chosen experts out of each of three groups, of which there are eight.
+    assert (small["num_experts"], small["moe_router_topk"]) == (16, 6)
+    assert small["moe_ffn_hidden_size"] % 32 == 0
+    assert small["moe_layer_freq"] == "[0, 1]"
+    assert small["moe_expert_capacity_factor"] == 1.5
+    # What all replicas balance together depends on their number.
+    assert auxiliary_losses(make_config(1, **plan.fields(None, "fp32"))) == {
+        "seq_aux_loss": 0.2,
+        "aux_loss": 0.1,
+    }
+
+
 def test_what_the_large_model_cannot_do_is_refused():
     cfg = make_config(1, num_layers=6, hidden_size=48, num_attention_heads=3, seq_length=6)
     full = neutral(cfg)
@@ -173,6 +198,9 @@ def test_what_the_large_model_cannot_do_is_refused():
 
 def test_usual_layouts_follow_the_model():
     assert usual_layouts(make_config(8, **LARGE))[-1] == "tp2pp2"
+    experts = {"num_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 256}
+    whole = {**LARGE, **experts, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
+    assert usual_layouts(make_config(8, **whole))[-3:] == ["ep2", "tp2ep2etp1", "tp2pp2ep2etp1"]
     odd = make_config(1, num_layers=2, hidden_size=9, num_attention_heads=3, seq_length=7)
     assert usual_layouts(odd) == ["dp2", "pp2"]
 

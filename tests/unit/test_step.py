@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -177,3 +178,53 @@ def test_progress_round_trips():
     other = Progress()
     other.update({**progress.to_dict(), "unknown": 5})
     assert other == progress
+
+
+def test_balancing_losses_weigh_the_same_whatever_the_mask(made, monkeypatch):
+    """The step's gradient holds coefficient x mean over microbatches, also where few tokens count.
+
+    The difference between runs with and without the loss is the gradient of the loss alone.
+    """
+    experts = {
+        "num_experts": 4, "add_bias_linear": False, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "optimizer": "sgd", "clip_grad": 0.0,
+    }  # fmt: skip
+    found = []
+    for kept in (16, 3):
+        grads = []
+        for coeff in (0.0, 0.5):
+            runtime, parts, sources = made(**experts, moe_aux_loss_coeff=[coeff])
+            read = sources.train.batch
+
+            def batch(*place, read=read, kept=kept):
+                whole = read(*place)
+                mask = torch.zeros_like(whole.loss_mask)
+                mask[:, :kept] = 1.0
+                return replace(whole, loss_mask=mask)
+
+            monkeypatch.setattr(sources.train, "batch", batch)
+            step = TrainStep(runtime.config, runtime, parts, sources.train)
+            done = step.run(1, 0)
+            assert done.tokens == 4 * kept
+            router = parts.model.get_parameter("decoder.layers.0.mlp.router.weight")
+            grads.append(router.main_grad.clone())
+        found.append(grads[1] - grads[0])
+        assert list(done.moe.losses) == ["load_balancing_loss"]
+    assert found[0].abs().max() > 1e-6
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-7)
+
+
+def test_a_step_that_is_not_taken_moves_no_bias(made):
+    runtime, parts, sources = made(
+        num_experts=4, add_bias_linear=False, moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    )  # fmt: skip
+    step = TrainStep(runtime.config, runtime, parts, sources.train)
+    bias = parts.model.decoder.layers[0].mlp.router.expert_bias
+    step.run(1, 0)
+    moved = bias.clone()
+    assert moved.abs().max() > 0
+    with torch.no_grad():
+        parts.model.decoder.final_layernorm.weight.fill_(math.nan)
+    assert not step.run(2, 4).update.success
+    assert torch.equal(bias, moved)

@@ -71,7 +71,7 @@ def test_flags_that_the_page_calls_accepted(flags):
     "flags",
     [
         "--overlap-param-gather",
-        "--num-experts 8",
+        "--moe-shared-expert-overlap",
         "--tp-comm-overlap",
         "--tp-comm-overlap --no-tp-comm-split-rs",
         "--fp8-format hybrid --fp8-param-gather",

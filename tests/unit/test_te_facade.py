@@ -14,10 +14,12 @@ from megatron.core.build import Build
 from megatron.core.errors import BackendUnavailable, MegatronError
 from megatron.core.extensions import transformer_engine as facade
 from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelGroupedLinear,
     TEColumnParallelLinear,
     TEDotProductAttention,
     TELayerNormColumnParallelLinear,
     TENorm,
+    TERowParallelGroupedLinear,
     TERowParallelLinear,
     te_checkpoint,
 )
@@ -184,6 +186,22 @@ class TestDirectConstruction:
         )
         q = torch.randn(4, 1, 4, 8)
         assert attention(q, q, q).shape == (4, 1, 32)
+
+    def test_experts(self):
+        config = TransformerConfig(
+            num_layers=2, hidden_size=32, num_moe_experts=4, add_bias_linear=False
+        )
+        options = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": True}
+        fc1 = TEColumnParallelGroupedLinear(4, 32, 64, init_method=torch.nn.init.ones_, **options)
+        fc2 = TERowParallelGroupedLinear(4, 64, 32, tp_comm_buffer_name="fc2", **options)
+        x = torch.randn(5, 32)
+        counts = [2, 0, 3, 0]
+        assert fc2(fc1(x, counts), counts).shape == (5, 32)
+        assert float(fc1.weight3.detach().min()) == 1.0
+        assert isinstance(fc1, TEColumnParallelGroupedLinear)
+        assert not isinstance(fc1, TERowParallelGroupedLinear)
+        with pytest.raises(MegatronError, match="experts have no bias"):
+            TERowParallelGroupedLinear(4, 64, 32, config=config, bias=True)
 
     def test_two_layers_of_one_configuration_start_differently(self, config):
         first = TEColumnParallelLinear(32, 64, config=config)

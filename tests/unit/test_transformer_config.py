@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config import ConfigError, RunConfig
+from megatron.config.moe import auxiliary_losses, moe_layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -47,6 +48,22 @@ def test_renamed_fields_and_functions():
     assert config.apply_layernorm_1p
     assert config.swiglu
     assert config.num_query_groups == 2
+
+
+def test_experts():
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        add_bias_linear=False,
+        num_moe_experts=4,
+        moe_layer_freq=[0, 1],
+        moe_aux_loss_coeff=1e-2,
+        moe_router_load_balancing_type="aux_loss",
+        moe_grouped_gemm=True,
+    )
+    assert (config.num_experts, moe_layers(config)) == (4, (False, True))
+    assert auxiliary_losses(config) == {"aux_loss": 1e-2}
 
 
 @pytest.mark.parametrize(

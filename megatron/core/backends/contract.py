@@ -4,7 +4,7 @@ Everything above the leaves is the same for every backend. A leaf takes its size
 it needs from outside) and keyword options, and works on tensors of layout `[s, b, h]`.
 
 Shape legend: s local sequence, b microbatch, h hidden, n local heads, g local key/value groups,
-d head dimension.
+d head dimension, T tokens sent to this rank's experts.
 """
 
 from __future__ import annotations
@@ -63,6 +63,45 @@ class RowLinear(Protocol):
         """Construct it; `forward(x [s, b, in/tp]) -> (y [s or s/tp, b, out], bias or None)`."""
 
 
+class ColumnGroupedLinear(Protocol):
+    """One linear layer for each local expert, output features split over expert-TP ranks.
+
+    Parameters are `weight0`, `weight1`, ..., each with the attributes `allreduce` (False) and
+    `expert_index` (its number in the whole model). The layer does not communicate.
+    """
+
+    def __call__(
+        self,
+        num_local_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        build: Build,
+        init_method: InitMethod,
+        partition_stride: int = 1,
+    ) -> nn.Module:
+        """Construct it; `forward(x [T, in], tokens_per_expert) -> y [T, out/etp]`.
+
+        The rows of `x` are sorted by expert; T and every count may be 0. The module has
+        `precisions`, one for each local expert.
+        """
+
+
+class RowGroupedLinear(Protocol):
+    """As `ColumnGroupedLinear`, with the input features split over expert-TP ranks."""
+
+    def __call__(
+        self,
+        num_local_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        build: Build,
+        init_method: InitMethod,
+    ) -> nn.Module:
+        """Construct it; `forward(x [T, in/etp], tokens_per_expert) -> y [T, out]`, partial sums."""
+
+
 class NormFactory(Protocol):
     """A LayerNorm or RMSNorm, as `build.config.normalization` says."""
 
@@ -117,6 +156,14 @@ class Backend(Protocol):
     @property
     def layernorm_column_parallel_linear(self) -> ColumnLinear:
         """A norm followed by a linear layer with split outputs, in one module."""
+
+    @property
+    def column_parallel_grouped_linear(self) -> ColumnGroupedLinear:
+        """Linear layers of a rank's experts with split outputs."""
+
+    @property
+    def row_parallel_grouped_linear(self) -> RowGroupedLinear:
+        """Linear layers of a rank's experts with split inputs."""
 
     @property
     def norm(self) -> NormFactory:

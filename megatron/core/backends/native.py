@@ -7,12 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.core.backends.contract import (
+    ColumnGroupedLinear,
     ColumnLinear,
     CoreAttention,
     NormFactory,
+    RowGroupedLinear,
     RowLinear,
 )
 from megatron.core.errors import MegatronError, complaint
+from megatron.core.tensor_parallel.grouped import (
+    ColumnParallelGroupedLinear,
+    RowParallelGroupedLinear,
+)
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     LayerNormColumnParallelLinear,
@@ -34,6 +40,8 @@ class NativeBackend:
     column_parallel_linear: ColumnLinear = ColumnParallelLinear
     row_parallel_linear: RowLinear = RowParallelLinear
     layernorm_column_parallel_linear: ColumnLinear = LayerNormColumnParallelLinear
+    column_parallel_grouped_linear: ColumnGroupedLinear = ColumnParallelGroupedLinear
+    row_parallel_grouped_linear: RowGroupedLinear = RowParallelGroupedLinear
     norm: NormFactory = Norm
     core_attention: CoreAttention = NativeCoreAttention
 

@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.core.backends import te_calls, te_overlap
-from megatron.core.backends.contract import ColumnLinear, CoreAttention, NormFactory, RowLinear
+from megatron.core.backends.contract import (
+    ColumnGroupedLinear,
+    ColumnLinear,
+    CoreAttention,
+    NormFactory,
+    RowGroupedLinear,
+    RowLinear,
+)
 from megatron.core.backends.te_calls import NEWEST_CHECKED, OLDEST, Library
-from megatron.core.backends.te_layers import LayerClasses, layer_classes
+from megatron.core.backends.te_classes import LayerClasses, layer_classes
 from megatron.core.errors import BackendUnavailable, complaint
 
 if TYPE_CHECKING:
@@ -128,6 +135,18 @@ class TransformerEngineBackend:
     def layernorm_column_parallel_linear(self) -> ColumnLinear:
         """A norm followed by a linear layer with split outputs, in one module."""
         kind: ColumnLinear = self.classes.layernorm_column
+        return kind
+
+    @property
+    def column_parallel_grouped_linear(self) -> ColumnGroupedLinear:
+        """Linear layers of a rank's experts with split outputs."""
+        kind: ColumnGroupedLinear = self.classes.column_grouped
+        return kind
+
+    @property
+    def row_parallel_grouped_linear(self) -> RowGroupedLinear:
+        """Linear layers of a rank's experts with split inputs."""
+        kind: RowGroupedLinear = self.classes.row_grouped
         return kind
 
     @property

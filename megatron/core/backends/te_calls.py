@@ -25,6 +25,7 @@ AUTOCAST_RENAMED = (2, 9)  # fp8_autocast(fp8_recipe=, fp8_group=) became autoca
 MODULES_NAMED = (2, 9)  # modules take `name`, used in debug output
 UB_MODES = (2, 8)  # initialize_ub(use_fp8=) became initialize_ub(quantization_modes=)
 EXTERNAL_BUFFERS = (2, 7)  # userbuffers for the weight gradients of row-parallel layers
+GROUPED_CURRENT_SCALING = (2, 3)  # GroupedLinear takes this recipe
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,36 @@ def linear_arguments(
     if library.version >= MODULES_NAMED:
         arguments["name"] = name
     return arguments
+
+
+def grouped_linear_arguments(*, params_dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of `te.GroupedLinear`, as a layer that does not communicate."""
+    return {
+        "fuse_wgrad_accumulation": False,
+        "get_rng_state_tracker": None,
+        "init_method": leave_uninitialised,
+        "bias": False,
+        "params_dtype": params_dtype,
+        "parallel_mode": None,
+        "device": device,
+    }
+
+
+def grouped_columns(module: Any, role: str) -> list[int]:
+    """Where a `te.GroupedLinear` keeps the quantizers of one tensor role, expert by expert.
+
+    Release 2.2 sorts them by role, later ones by expert.
+
+    Args:
+        module: The layer.
+        role: `input`, `weight`, `output`, `grad_output` or `grad_input`.
+    """
+    direction = "bwd" if role.startswith("grad") else "fwd"
+    stride = getattr(module, "_num_fp8_tensors_per_gemm", {direction: 1})[direction]
+    count = module.num_gemms
+    # Release 2.2 has no entry for the last role, which is behind the first one.
+    start = module._offsets.get(role, count)
+    return [start + i * stride for i in range(count)]
 
 
 def norm_linear_arguments(

@@ -1,7 +1,8 @@
 """The layer contract on top of Transformer Engine's modules.
 
 The classes here are mixed in front of the library's own when a layer is first built
-(`layer_classes`), so that parameters keep their names and no file needs the library to be imported.
+(`te_classes.layer_classes`), so that parameters keep their names and no file needs the library to
+be imported.
 
 Shape legend: s local sequence, b microbatch, n local heads, g local key/value groups, d head
 dimension, t tensor-parallel size.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ from megatron.core.tensor_parallel.layers import equal_share
 from megatron.core.tensor_parallel.mappings import gather_from_region, scatter_to_region
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.context_parallel import comm_type
-from megatron.core.transformer.core_attention import NativeCoreAttention
 
 if TYPE_CHECKING:
     from megatron.core.build import Build
@@ -43,7 +42,7 @@ else:
 ROW_ALIGNMENT = 16  # FP8 products of the library need tokens in these multiples
 
 
-class _TeModule(_Mixin):
+class TeModule(_Mixin):
     """What every module on Transformer Engine has.
 
     The library pickles its FP8 state into an `_extra_state` entry of the state dict. The project
@@ -67,13 +66,18 @@ class TePrecision(LinearPrecision):
         return PrecisionRow(row.path, row.gemm, row.requested, row.delivered, kernel, row.reason)
 
 
-def te_precision(build: Build, library: Library) -> TePrecision:
+def te_precision(build: Build, library: Library, *, is_expert: bool = False) -> TePrecision:
     """Decide a layer's precision and check that Transformer Engine can deliver it.
+
+    Args:
+        build: Precision and path.
+        library: Transformer Engine.
+        is_expert: Whether the layer belongs to one expert.
 
     Raises:
         PrecisionError: A setting has no counterpart in Transformer Engine.
     """
-    native = build.fp8.for_linear(build.path)
+    native = build.fp8.for_linear(build.path, is_expert=is_expert)
     decision = native.decision
     if decision.recipe is not None and not decision.wgrad:
         raise PrecisionError(
@@ -137,7 +141,7 @@ def _translate(library: Library, recipe: Recipe, reduce_amax: bool) -> Any:
     )
 
 
-class _TeLinear(_TeModule):
+class _TeLinear(TeModule):
     """What the linear layers share: mesh axis, precision, weight cache, gradient accumulation.
 
     Expert layers are split over `etp` and do not communicate: their dispatcher does.
@@ -192,7 +196,7 @@ class _TeLinear(_TeModule):
         self.path, self.skip_bias_add = build.path, skip_bias_add
         self.axis = Axis.single("etp") if is_expert else build.mesh.tp
         sequence_parallel = build.config.sequence_parallel and self.axis.size > 1
-        self.precision = te_precision(build, self.library)
+        self.precision = te_precision(build, self.library, is_expert=is_expert)
         self._amax_axis = build.mesh.amax
         self._weight_key: tuple[Any, ...] = ()
         slots = self.precision.slots
@@ -399,7 +403,7 @@ class TeRowParallelLinear(_TeLinear):
         return self._run(x if self.input_is_parallel else scatter_to_region(x, self.axis))
 
 
-class TeNormModule(_TeModule):
+class TeNormModule(TeModule):
     """LayerNorm or RMSNorm over the last dimension.
 
     Arguments are those of the native `Norm` in `transformer.norms`.
@@ -460,7 +464,7 @@ class AttentionDropoutRng:
                 yield
 
 
-class TeCoreAttention(_TeModule):
+class TeCoreAttention(TeModule):
     """Causal attention of one layer's local heads.
 
     Args:
@@ -526,56 +530,3 @@ def _second_stream() -> Any:
     """The stream of every other step of the ring, one for all layers."""
     stream: Any = torch.cuda.Stream
     return stream() if torch.cuda.is_available() else None
-
-
-@dataclass(frozen=True)
-class LayerClasses:
-    """The classes that a loaded Transformer Engine supplies."""
-
-    column: Any
-    row: Any
-    layernorm_column: Any
-    norm: Any
-    attention: Any
-
-
-def layer_classes(library: Library) -> LayerClasses:
-    """Put the contract in front of the library's modules.
-
-    Args:
-        library: Transformer Engine, real or a stand-in.
-    """
-    te = library.pytorch
-
-    def mixed(mixin: type, base: type, name: str) -> type:
-        return type(name, (mixin, base), {"library": library, "__module__": __name__})
-
-    norms = {
-        "LayerNorm": mixed(TeNormModule, te.LayerNorm, "TELayerNorm"),
-        "RMSNorm": mixed(TeNormModule, te.RMSNorm, "TERMSNorm"),
-    }
-
-    def norm(size: int, *, build: Build, partial_gradient: bool | None = None) -> nn.Module:
-        kind: Any = norms[build.config.normalization]
-        layer: nn.Module = kind(size, build=build, partial_gradient=partial_gradient)
-        return layer
-
-    te_attention: Any = mixed(TeCoreAttention, te.DotProductAttention, "TEDotProductAttention")
-
-    def attention(*, build: Build, layer_number: int) -> nn.Module:
-        # Transformer Engine would take packed documents in a layout of their own.
-        kind = NativeCoreAttention if build.config.reset_attention_mask else te_attention
-        layer: nn.Module = kind(build=build, layer_number=layer_number)
-        return layer
-
-    return LayerClasses(
-        column=mixed(TeColumnParallelLinear, te.Linear, "TEColumnParallelLinear"),
-        row=mixed(TeRowParallelLinear, te.Linear, "TERowParallelLinear"),
-        layernorm_column=mixed(
-            TeLayerNormColumnParallelLinear,
-            te.LayerNormLinear,
-            "TELayerNormColumnParallelLinear",
-        ),
-        norm=norm,
-        attention=attention,
-    )

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron.core.backends.te_calls import Library, autocast
+from megatron.core.backends.te_calls import Library, autocast, grouped_columns
 from megatron.core.errors import PrecisionError, complaint
-from megatron.core.fp8.amax import Slots
+from megatron.core.fp8.amax import BACKWARD_COLUMNS, FORWARD_COLUMNS, GroupView, Slots
 
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
 
@@ -45,6 +45,29 @@ def fp8_region(library: Library, recipe: Any, group: ProcessGroup | None) -> Ite
         # scales in its backward pass.
         library.manager.is_first_fp8_module()
         yield
+
+
+def check_quantizers(path: str, quantizers: list[Any], direction: str, columns: int) -> None:
+    """Refuse a module whose quantizers do not fit its columns.
+
+    Args:
+        path: The layer.
+        quantizers: The module's quantizers of one direction.
+        direction: `forward` or `backward`.
+        columns: Number of its columns in the book.
+
+    Raises:
+        PrecisionError: There are more or fewer.
+    """
+    if len(quantizers) != columns:
+        raise PrecisionError(
+            complaint(
+                f"FP8 state of {path}",
+                f"{len(quantizers)} {direction} quantizers",
+                f"The book has {columns} columns for them",
+                "Use a Transformer Engine release whose calls are checked",
+            )
+        )
 
 
 class BookBinding:
@@ -88,15 +111,7 @@ class BookBinding:
         book = self.slots.book
         columns = book.columns(self.slots.path, direction)
         scale, staged = book.scale_in_use[columns], book.history[0, columns]
-        if len(quantizers) != scale.shape[0]:
-            raise PrecisionError(
-                complaint(
-                    f"FP8 state of {self.slots.path}",
-                    f"{len(quantizers)} {direction} quantizers",
-                    f"The book has {scale.shape[0]} columns for them",
-                    "Use a Transformer Engine release whose calls are checked",
-                )
-            )
+        check_quantizers(self.slots.path, quantizers, direction, scale.shape[0])
         if not recording:
             staged = torch.zeros_like(staged)
         for index, quantizer in enumerate(quantizers):
@@ -111,3 +126,88 @@ class BookBinding:
                 state = module.fp8_meta[direction]
                 state.scale.copy_(view.scale)
                 state.amax_history.copy_(view.amax_history)
+
+
+class GroupBinding:
+    """Makes the quantizers of a grouped module work on its experts' columns in the book.
+
+    Maxima of weights go to a place of their own first: Transformer Engine quantizes the weight of
+    every expert, and an expert without tokens is to record nothing.
+
+    Args:
+        slots: The experts' columns, next to each other.
+    """
+
+    def __init__(self, slots: tuple[Slots, ...]) -> None:
+        self.slots, self.book = slots, slots[0].book
+        self.forward, self.backward = GroupView(slots, "forward"), GroupView(slots, "backward")
+        self._weights = torch.zeros(len(slots), device=self.book.device)
+        self._bound: tuple[int, ...] = ()
+        self._mirrored = -1
+
+    def refresh(self, module: Any, recording: bool) -> None:
+        """Bind the quantizers again if anything moved since the last forward.
+
+        Args:
+            module: A module whose FP8 state exists.
+            recording: Whether forward casts record maxima; see `BookBinding.refresh`.
+        """
+        forward, backward = module.quantizers[FORWARD], module.quantizers[BACKWARD]
+        key = (
+            id(self.book.history),
+            id(self.book.scale_in_use),
+            id(forward),
+            id(backward),
+            int(recording),
+        )
+        if key != self._bound:
+            self._bind(module, forward, self.forward, FORWARD_COLUMNS, recording)
+            self._bind(module, backward, self.backward, BACKWARD_COLUMNS, True)
+            self._bound = key
+        if self.book.generation != self._mirrored:
+            self._mirror(module)
+            self._mirrored = self.book.generation
+
+    def _bind(
+        self,
+        module: Any,
+        quantizers: list[Any],
+        view: GroupView,
+        roles: tuple[str, ...],
+        recording: bool,
+    ) -> None:
+        columns = view.columns
+        scale, staged = self.book.scale_in_use[columns], self.book.history[0, columns]
+        check_quantizers(self.slots[0].path, quantizers, view.direction, scale.shape[0])
+        if not recording:
+            staged = torch.zeros_like(staged)
+        for offset, role in enumerate(roles):
+            for i, place in enumerate(grouped_columns(module, role)):
+                quantizer, column = quantizers[place], len(roles) * i + offset
+                amax = self._weights[i] if role == "weight" else staged[column]
+                quantizer.scale = scale[column].view(quantizer.scale.shape)
+                quantizer.amax = amax.view(quantizer.amax.shape)
+
+    def forget_weights(self) -> None:
+        """Forget the weights' maxima: they are quantized anew."""
+        self._weights.zero_()
+
+    def record_weights(self, used: list[bool]) -> None:
+        """Record the weights' maxima of the experts that had tokens."""
+        offset, width = FORWARD_COLUMNS.index("weight"), len(FORWARD_COLUMNS)
+        row = self.book.history[0, self.forward.columns][offset::width]
+        counted = torch.tensor(used, device=row.device)
+        torch.maximum(row, self._weights.where(counted, 0.0), out=row)
+
+    def _mirror(self, module: Any) -> None:
+        """Show the book's numbers where monitoring code looks for them, in `fp8_meta`."""
+        with torch.no_grad():
+            for direction, view, roles in (
+                (FORWARD, self.forward, FORWARD_COLUMNS),
+                (BACKWARD, self.backward, BACKWARD_COLUMNS),
+            ):
+                state, count = module.fp8_meta[direction], len(self.slots)
+                places = [grouped_columns(module, role) for role in roles]
+                order = [places[j][i] for i in range(count) for j in range(len(roles))]
+                state.scale[order] = view.scale
+                state.amax_history[:, order] = view.amax_history

@@ -255,21 +255,28 @@ class Reader:
         self.load({key: Sharded(entry.shape, [Piece(target, (0,) * target.dim())])})
         return target
 
-    def read_row(self, key: str, row: int) -> Tensor:
-        """Return ``tensor[row]`` of a stacked tensor without reading the other layers.
+    def read_row(self, key: str, *row: int) -> Tensor:
+        """Return ``tensor[row]`` of a stacked tensor without reading other layers or experts.
+
+        Args:
+            key: The tensor.
+            row: One index for each stacked axis, outermost first.
 
         Raises:
             CheckpointError: There is no such tensor or row, or its file is damaged.
         """
         entry = self._entry(key)
-        if not entry.shape or not 0 <= row < entry.shape[0]:
+        extents = entry.shape[: len(row)]
+        inside = all(0 <= i < n for i, n in zip(row, extents, strict=False))
+        if len(extents) < len(row) or not inside:
+            where = ", ".join(str(i) for i in row)
             raise UnusableCheckpointError(
-                f"{self.directory}: {key} {entry.shape} has no row {row}."
+                f"{self.directory}: {key} {entry.shape} has no row {where}."
             )
-        target = torch.empty((1, *entry.shape[1:]), dtype=entry.dtype)
-        offset = (row, *(0,) * (target.dim() - 1))
-        self.load({key: Sharded(entry.shape, [Piece(target, offset)])})
-        return target[0]
+        rest = entry.shape[len(row) :]
+        target = torch.empty((*(1,) * len(row), *rest), dtype=entry.dtype)
+        self.load({key: Sharded(entry.shape, [Piece(target, (*row, *(0,) * len(rest)))])})
+        return target.view(rest)
 
     def load(self, targets: Mapping[str, Sharded]) -> int:
         """Copy the stored values into the blocks of ``targets``, converting dtypes.

@@ -21,7 +21,7 @@ import torch
 
 from megatron.config import RunConfig
 from megatron.core import parallel_state
-from megatron.core.backends import te_layers
+from megatron.core.backends import te_grouped, te_layers
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.registry import resolve
 from megatron.core.backends.te import TransformerEngineBackend
@@ -30,17 +30,19 @@ from megatron.core.errors import MegatronError, complaint
 from megatron.core.fp8 import Fp8State
 from megatron.core.mesh import ParallelState
 from megatron.core.shards import InitMethod
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import grouped, layers
 from megatron.core.tensor_parallel.random import RngStreams, checkpoint
 from megatron.core.transformer.core_attention import NativeCoreAttention
 from megatron.core.transformer.initialization import init_methods
 from megatron.core.transformer.norms import Norm
 
 __all__ = [
+    "TEColumnParallelGroupedLinear",
     "TEColumnParallelLinear",
     "TEDotProductAttention",
     "TELayerNormColumnParallelLinear",
     "TENorm",
+    "TERowParallelGroupedLinear",
     "TERowParallelLinear",
     "chosen_backend",
     "fp8_state",
@@ -273,6 +275,73 @@ class TERowParallelLinear(_Named):
         init = init_method or init_methods(build.config).output
         make = build.backend.row_parallel_linear
         return make(in_features, out_features, build=build, init_method=init, bias=bias, **options)
+
+
+class TEColumnParallelGroupedLinear(_Named):
+    """The linear layers of a rank's experts, with their outputs split over expert-TP ranks."""
+
+    kinds = (grouped.ColumnParallelGroupedLinear, te_grouped.TeColumnParallelGroupedLinear)
+
+    def __new__(
+        cls,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        build: Build | None = None,
+        config: RunConfig | None = None,
+        init_method: InitMethod | None = None,
+        **options: Any,
+    ) -> Any:
+        """Construct it; `forward(x [T, in], tokens_per_expert)` with rows sorted by expert.
+
+        Raises:
+            MegatronError: A bias was asked for.
+        """
+        _check_grouped("TEColumnParallelGroupedLinear", options)
+        build = _placed("te_column_parallel_grouped_linear", build, config, options)
+        init = init_method or init_methods(build.config).hidden
+        make = build.backend.column_parallel_grouped_linear
+        return make(num_gemms, input_size, output_size, build=build, init_method=init, **options)
+
+
+class TERowParallelGroupedLinear(_Named):
+    """The linear layers of a rank's experts, with their inputs split over expert-TP ranks."""
+
+    kinds = (grouped.RowParallelGroupedLinear, te_grouped.TeRowParallelGroupedLinear)
+
+    def __new__(
+        cls,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        build: Build | None = None,
+        config: RunConfig | None = None,
+        init_method: InitMethod | None = None,
+        **options: Any,
+    ) -> Any:
+        """Construct it; arguments as for `TEColumnParallelGroupedLinear`."""
+        _check_grouped("TERowParallelGroupedLinear", options)
+        build = _placed("te_row_parallel_grouped_linear", build, config, options)
+        init = init_method or init_methods(build.config).output
+        make = build.backend.row_parallel_grouped_linear
+        return make(num_gemms, input_size, output_size, build=build, init_method=init, **options)
+
+
+def _check_grouped(name: str, options: dict[str, Any]) -> None:
+    """Drop options of Megatron-Core's experts that can have one value here; refuse others."""
+    for option, only in (("bias", False), ("skip_bias_add", False), ("is_expert", True)):
+        got = options.pop(option, only)
+        if got != only:
+            raise MegatronError(
+                complaint(
+                    f"{name}({option}=)",
+                    got,
+                    "The matrices of experts have no bias",
+                    f"Pass {option}={only}",
+                )
+            )
 
 
 class TENorm(_Named):

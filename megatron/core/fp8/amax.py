@@ -11,7 +11,7 @@ A synchronisation is one MAX all-reduce of row 0 and one vectorised update, for 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.mappings import all_reduce
 
 FORWARD_COLUMNS = ("input", "weight", "output")
 BACKWARD_COLUMNS = ("grad_output", "grad_input")
+_SAVED = {"fwd": "forward", "bwd": "backward"}
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,42 @@ class Slots:
     def backward(self) -> ScalingView:
         """View under the name `scaling_bwd`."""
         return ScalingView(self.book, self.path, "backward")
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """Live view of the scaling state of several layers in one direction, next to each other.
+
+    Attributes:
+        slots: The layers, in the order of their columns.
+        direction: `forward` or `backward`.
+    """
+
+    slots: tuple[Slots, ...]
+    direction: str
+
+    @property
+    def columns(self) -> slice:
+        """Where the columns are in the book."""
+        book = self.slots[0].book
+        first = book.columns(self.slots[0].path, self.direction)
+        last = book.columns(self.slots[-1].path, self.direction)
+        return slice(first.start, last.stop)
+
+    @property
+    def amax_history(self) -> torch.Tensor:
+        """fp32 `[L, columns]`; row 0 is the staging row, the last row the newest."""
+        return self.slots[0].book.history[:, self.columns]
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """fp32 `[columns]`: multiplies when a tensor is quantized."""
+        return self.slots[0].book.scale[self.columns]
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        """fp32 `[columns]`: multiplies when a tensor is read back. A copy."""
+        return self.scale.reciprocal()
 
 
 @dataclass(frozen=True)
@@ -364,14 +401,16 @@ class AmaxBook:
 
     def state_dict(self, paths: Iterable[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:
         """Scales and histories by layer path (default all), as copies on the CPU."""
-        out = {}
+        history, scale = self.history, self.scale
+        if paths is None:  # one transfer from the device instead of one for each layer
+            history, scale = history.cpu(), scale.cpu()
+        out: dict[str, dict[str, torch.Tensor]] = {}
         for path in self._entries if paths is None else paths:
-            slots = Slots(self, path)
-            out[path] = {
-                f"{key}_{which}": getattr(view, key).detach().cpu().clone()
-                for which, view in (("fwd", slots.forward), ("bwd", slots.backward))
-                for key in ("scale", "amax_history")
-            }
+            out[path] = {}
+            for which, direction in _SAVED.items():
+                columns = self.columns(path, direction)
+                out[path][f"scale_{which}"] = scale[columns].cpu().clone()
+                out[path][f"amax_history_{which}"] = history[:, columns].cpu().clone()
         return out
 
     def load_state_dict(
@@ -393,33 +432,28 @@ class AmaxBook:
             CheckpointError: If a required layer is missing or has another number of columns.
         """
         wanted = list(self._entries if required is None else required)
-        missing = [path for path in wanted if path not in state]
-        if missing:
-            raise CheckpointError(
-                complaint(
-                    "FP8 state",
-                    f"{len(state)} layers, without {', '.join(sorted(missing, key=_natural))}",
-                    "Every FP8 layer of the model needs its scales",
-                    "Load a checkpoint of this model, or start with fresh FP8 state",
-                )
-            )
+        refuse_missing(wanted, state)
+        # On the CPU, and to the device in one transfer; a CPU's buffers are written in place.
+        history, scale = self.history.cpu(), self.scale.cpu()
         lengths = set()
         for path in wanted:
-            slots, entry = Slots(self, path), state[path]
-            for which, view in (("fwd", slots.forward), ("bwd", slots.backward)):
-                saved = entry[f"amax_history_{which}"].to(self.device)
-                if saved.shape[1] != view.amax_history.shape[1]:
+            for which, direction in _SAVED.items():
+                columns, saved = self.columns(path, direction), state[path][f"amax_history_{which}"]
+                width = columns.stop - columns.start
+                if saved.shape[1] != width:
                     raise CheckpointError(
                         complaint(
                             f"FP8 state of {path}",
                             f"{saved.shape[1]} columns",
-                            f"The layer has {view.amax_history.shape[1]}",
+                            f"The layer has {width}",
                             "Load a checkpoint of this model",
                         )
                     )
                 lengths.add(saved.shape[0])
-                view.amax_history.copy_(fit_history(saved, self.history.shape[0]))
-                view.scale.copy_(entry[f"scale_{which}"].to(self.device))
+                history[:, columns] = fit_history(saved.cpu(), history.shape[0])
+                scale[columns] = state[path][f"scale_{which}"].cpu()
+        self.history.copy_(history)
+        self.scale.copy_(scale)
         self.generation += 1
         now = self.history.shape[0]
         return [
@@ -436,6 +470,28 @@ class AmaxBook:
             ("backward", backward_max, backward.max),
         ):
             self.scale[self._span(direction)] *= new / old
+
+
+def refuse_missing(wanted: Iterable[str], saved: Collection[str]) -> None:
+    """Require scales for every layer.
+
+    Args:
+        wanted: Layers of the model.
+        saved: Layers of the checkpoint.
+
+    Raises:
+        CheckpointError: If layers are missing, all listed.
+    """
+    missing = [path for path in wanted if path not in saved]
+    if missing:
+        raise CheckpointError(
+            complaint(
+                "FP8 state",
+                f"{len(saved)} layers, without {', '.join(sorted(missing, key=_natural))}",
+                "Every FP8 layer of the model needs its scales",
+                "Load a checkpoint of this model, or start with fresh FP8 state",
+            )
+        )
 
 
 def fit_history(history: torch.Tensor, length: int) -> torch.Tensor:

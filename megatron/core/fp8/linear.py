@@ -74,12 +74,13 @@ def linear(
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
     native = gemm_dtype(weight.dtype, weight.device) == weight.dtype
-    if sharding.is_local and native and not _accumulates(weight) and not _accumulates(bias):
+    if sharding.is_local and native and not accumulates(weight) and not accumulates(bias):
         return F.linear(x, weight, bias)
     return _plain_linear(x, weight, bias, sharding, later)
 
 
-def _accumulates(parameter: torch.Tensor | None) -> bool:
+def accumulates(parameter: torch.Tensor | None) -> bool:
+    """Whether the gradient of a parameter is added to its `main_grad`."""
     return getattr(parameter, "main_grad", None) is not None
 
 
@@ -99,7 +100,7 @@ def _output_shape(x: torch.Tensor, width: int, sharding: Sharding) -> tuple[int,
 
 def _bias_grad(dy: torch.Tensor, bias: torch.Tensor) -> torch.Tensor | None:
     """Column sums of the unquantized output gradient."""
-    if _accumulates(bias):
+    if accumulates(bias):
         main_grad: torch.Tensor = bias.main_grad  # type: ignore[attr-defined]
         main_grad.add_(dy.sum(0))
         bias.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -107,11 +108,11 @@ def _bias_grad(dy: torch.Tensor, bias: torch.Tensor) -> torch.Tensor | None:
     return dy.sum(0).to(bias.dtype)
 
 
-def _weight_grad(
+def weight_grad(
     dy_col: Operand, x_col: Operand, weight: torch.Tensor, emulation: str
 ) -> torch.Tensor | None:
     """`dy^T x`, added to `main_grad` or returned."""
-    if _accumulates(weight):
+    if accumulates(weight):
         main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
         gemm_nt_accumulate(dy_col, x_col, main_grad, emulation=emulation)
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -251,7 +252,7 @@ def _fp8_input_grad(
 def _weight_grad_of(
     fetch_dy: Callable[[], Operand], fetch_x: Callable[[], Operand], weight: torch.Tensor
 ) -> torch.Tensor | None:
-    return _weight_grad(fetch_dy().t(), fetch_x().t(), weight, "fast")
+    return weight_grad(fetch_dy().t(), fetch_x().t(), weight, "fast")
 
 
 def _fp8_weight_grad_of(
@@ -266,8 +267,8 @@ def _fp8_weight_grad_of(
     if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor):
         x_col = precision.quantizer(Role.INPUT).transposed(x)
         dy_col = precision.quantizer(Role.GRAD_OUTPUT).transposed(dy)
-        return _weight_grad(dy_col, x_col, weight, emulation)
-    return _weight_grad(tensor_of(dy).to(weight.dtype).t(), x.t(), weight, emulation)
+        return weight_grad(dy_col, x_col, weight, emulation)
+    return weight_grad(tensor_of(dy).to(weight.dtype).t(), x.t(), weight, emulation)
 
 
 def _now_or_later(
@@ -283,7 +284,7 @@ def _now_or_later(
 def _open_queue(ctx: Any) -> WeightGradQueue | None:
     """The queue that takes the weight's gradient; None to compute it at once."""
     later: WeightGradQueue | None = ctx.later
-    if later is None or not later.is_collecting or not _accumulates(ctx.weight):
+    if later is None or not later.is_collecting or not accumulates(ctx.weight):
         return None
     return later
 

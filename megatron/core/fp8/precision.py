@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
 import torch
 
-from megatron.core.fp8.amax import Slots
+from megatron.core.fp8.amax import GroupView, Slots
 from megatron.core.fp8.gemm import kernel_name
 from megatron.core.fp8.policy import Decision
 from megatron.core.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer
@@ -211,3 +212,31 @@ class LinearPrecision:
             device=self.state.device,
         )
         return PrecisionRow(self.path, gemm, name, name, kernel)
+
+
+def group_rows(experts: Sequence[LinearPrecision], path: str) -> list[PrecisionRow]:
+    """The lines of a group of experts in the precision table: one layer, since all are alike.
+
+    Args:
+        experts: Its layers; none for something else than a group.
+        path: The group's path.
+    """
+    return [replace(row, path=path) for row in experts[0].rows()] if experts else []
+
+
+def group_meta(experts: Sequence[LinearPrecision]) -> dict[str, Any]:
+    """Scaling state of layers that run together, under Transformer Engine's keys.
+
+    Args:
+        experts: The layers, built one after the other.
+
+    Returns:
+        As `LinearPrecision.fp8_meta`, with the columns of all layers: `[L, 3 * layers]` forward
+        and `[L, 2 * layers]` backward.
+    """
+    meta = {**experts[0].fp8_meta, "num_gemms": len(experts)}
+    slots = tuple(expert.slots for expert in experts if expert.slots is not None)
+    if slots:
+        meta["scaling_fwd"] = GroupView(slots, "forward")
+        meta["scaling_bwd"] = GroupView(slots, "backward")
+    return meta

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from megatron.core.capability import has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
-from megatron.core.fp8.amax import AmaxBook
+from megatron.core.fp8.amax import AmaxBook, refuse_missing
+from megatron.core.fp8.expert_state import stack_experts, take_experts
 from megatron.core.fp8.formats import Format
 from megatron.core.fp8.gemm import EMULATIONS
 from megatron.core.fp8.policy import Fp8Policy
@@ -59,6 +60,7 @@ class Fp8State:
         policy: Decides the recipe of each layer when it is built.
         recipe: The run's recipe; None if FP8 is off.
         book: Histories and scales; None unless scaling is delayed.
+        expert_book: Those of the experts, which other ranks share; None as `book`.
         enabled: Whether forwards started now run in FP8. May be switched between steps.
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
         emulation: `fast` or `exact`, where there is no FP8 hardware.
@@ -90,8 +92,10 @@ class Fp8State:
         self.recording = True
         self.generation = 0
         self.book: AmaxBook | None = None
+        self.expert_book: AmaxBook | None = None
         if isinstance(self.recipe, DelayedScaling):
             self.book = AmaxBook(self.recipe, self.device)
+            self.expert_book = AmaxBook(self.recipe, self.device)
         self.layers: dict[str, LinearPrecision] = {}
 
     @classmethod
@@ -126,29 +130,44 @@ class Fp8State:
 
     # -- building -------------------------------------------------------------------------------
 
+    @property
+    def books(self) -> list[AmaxBook]:
+        """The books there are: of dense layers and of experts, or none."""
+        return [book for book in (self.book, self.expert_book) if book is not None]
+
     def for_linear(
-        self, path: str, layer_number: int | None = None, num_layers: int | None = None
+        self,
+        path: str,
+        layer_number: int | None = None,
+        num_layers: int | None = None,
+        *,
+        is_expert: bool = False,
     ) -> LinearPrecision:
         """Decide the precision of one linear layer and give it its scales.
 
         Args:
-            path: Module path, unique in the model.
+            path: Module path, unique in the model; of an expert, its number in the whole model
+                is the last component.
             layer_number: Transformer layer, numbered from 1 over the whole model; default from
                 `layers.N` in the path.
             num_layers: Transformer layers of the whole model; default from the configuration.
+            is_expert: Whether the layer belongs to one expert, whose scales only the ranks that
+                hold this expert share.
         """
         decision = self.policy.decide(path, layer_number, num_layers)
         slots = None
-        if self.book is not None and isinstance(decision.recipe, DelayedScaling):
-            slots = self.book.register(path)
+        book = self.expert_book if is_expert else self.book
+        if book is not None and isinstance(decision.recipe, DelayedScaling):
+            slots = book.register(path)
         precision = LinearPrecision(path, decision, self, slots)
         self.layers[path] = precision
         return precision
 
     def forget(self, path: str) -> None:
         """Give back the scales of a layer that is gone."""
-        if self.layers.pop(path, None) is not None and self.book is not None:
-            self.book.release(path)
+        layer = self.layers.pop(path, None)
+        if layer is not None and layer.slots is not None:
+            layer.slots.book.release(path)
 
     def rows(self) -> list[PrecisionRow]:
         """The precision table: three lines a layer, in the order of construction."""
@@ -156,10 +175,16 @@ class Fp8State:
 
     # -- running --------------------------------------------------------------------------------
 
-    def sync(self, axis: Axis | None = None) -> None:
-        """Derive the next step's scales; call once per optimizer step on every rank of `axis`."""
-        if self.book is not None:
-            self.book.sync(axis)
+    def sync(self, axis: Axis | None = None, expert_axis: Axis | None = None) -> None:
+        """Derive the next step's scales; call once per optimizer step on every rank.
+
+        Args:
+            axis: Ranks that share the scales of dense layers.
+            expert_axis: Ranks that share the scales of this rank's experts.
+        """
+        for book, ranks in ((self.book, axis), (self.expert_book, expert_axis)):
+            if book is not None:
+                book.sync(ranks)
         self.generation += 1
 
     def discard(self) -> None:
@@ -168,8 +193,8 @@ class Fp8State:
         Scales and histories stay as they were: an overflow must not freeze a scale for as long as
         its infinity is in the history.
         """
-        if self.book is not None:
-            self.book.history[0].zero_()
+        for book in self.books:
+            book.history[0].zero_()
         self.generation += 1
 
     @contextmanager
@@ -193,20 +218,17 @@ class Fp8State:
         @contextmanager
         def first() -> Iterator[None]:
             captured["enabled"] = self.enabled
-            if self.book is not None:
-                captured["scales"] = self.book.snapshot()
+            captured["scales"] = [(book, book.snapshot()) for book in self.books]
             yield
 
         @contextmanager
         def again() -> Iterator[None]:
             enabled, self.enabled = self.enabled, captured["enabled"]
             try:
-                with self.not_recording():
-                    if self.book is None:
-                        yield
-                    else:
-                        with self.book.replay(captured["scales"]):
-                            yield
+                with self.not_recording(), ExitStack() as stack:
+                    for book, snapshot in captured["scales"]:
+                        stack.enter_context(book.replay(snapshot))
+                    yield
             finally:
                 self.enabled = enabled
 
@@ -215,12 +237,16 @@ class Fp8State:
     # -- checkpoint -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Recipe and scaling state by layer path: plain values and CPU tensors."""
-        recipe = self.recipe
+        """Recipe and scaling state by layer path: plain values and CPU tensors.
+
+        Experts are under `experts`, see `stack_experts`; each process has its own.
+        """
+        recipe, experts = self.recipe, self.expert_book
         return {
             "recipe": recipe.name if recipe else "none",
             "format": recipe.fp8_format.name.lower() if recipe else "none",
             "layers": self.book.state_dict() if self.book is not None else {},
+            "experts": stack_experts(experts.state_dict()) if experts is not None else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> list[str]:
@@ -239,12 +265,18 @@ class Fp8State:
         wanted = self.recipe.name if self.recipe else "none"
         if saved != wanted:
             return [_dropped(saved, wanted, self.book is not None)]
-        if self.book is None or state is None:
+        if self.book is None or self.expert_book is None or state is None:
             return []
-        messages = self.book.load_state_dict(state["layers"])
+        experts = take_experts(state.get("experts", {}), self.expert_book.paths())
+        layers = {**state["layers"], **experts}
+        refuse_missing([path for book in self.books for path in book.paths()], layers)
+        messages = []
+        for book in self.books:
+            messages += [m for m in book.load_state_dict(layers) if m not in messages]
         old, new = Format[state["format"].upper()], self.book.recipe.fp8_format
         if old is not new:
-            self.book.rescale(old.forward.max, old.backward.max)
+            for book in self.books:
+                book.rescale(old.forward.max, old.backward.max)
             messages.append(
                 f"FP8 state: saved with format {old.name.lower()}, running {new.name.lower()};"
                 " scales were converted."

@@ -58,7 +58,7 @@ class _ShardedLinear(nn.Module):
         self.path = build.path
         self.axis = Axis.single("etp") if is_expert else build.mesh.tp
         self.sequence_parallel = build.config.sequence_parallel and self.axis.size > 1
-        self.precision = build.fp8.for_linear(build.path)
+        self.precision = build.fp8.for_linear(build.path, is_expert=is_expert)
         self._transfers, self._later = transfers_of(build.config), build.weight_grads
 
     @property

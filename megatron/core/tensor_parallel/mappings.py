@@ -338,6 +338,14 @@ def scatter_along_first_dim(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _apply(x, axis, split, all_gather)
 
 
+def gather_replicated_along_first_dim(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The inverse of `scatter_along_first_dim`, for a consumer whose input gradient is whole.
+
+    `[s/axis, ...] -> [s, ...]`; backward takes this rank's part.
+    """
+    return _apply(x, axis, all_gather, split)
+
+
 def scatter_to_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A replicated tensor to shards of its last dimension; backward gathers."""
     return _apply(x, axis, _split_last, _gather_last)

@@ -8,8 +8,8 @@ as 1, 2, 3", SC 2011). Resume and recompute therefore need the position only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -137,6 +137,7 @@ def checkpoint(
     *args: Any,
     rng: RngStreams | None = None,
     fp8: Recomputable | None = None,
+    also: Sequence[Recomputable] = (),
 ) -> Any:
     """Run `fn(*args)` without keeping its activations; recompute them in backward.
 
@@ -148,6 +149,7 @@ def checkpoint(
         args: Its arguments.
         rng: Streams that `fn` draws from.
         fp8: FP8 state of the layers that `fn` runs.
+        also: Other state that must not notice the replay.
 
     Returns:
         What `fn` returns.
@@ -156,8 +158,10 @@ def checkpoint(
         return fn(*args)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, again = fp8.recompute_contexts() if fp8 else (nullcontext(), nullcontext())
-        return first, _replay(rng, rng.position, again) if rng else again
+        states = [*also] if fp8 is None else [fp8, *also]
+        pairs = [state.recompute_contexts() for state in states]
+        here = rng.at(rng.position) if rng else nullcontext()
+        return _all_of([first for first, _ in pairs]), _all_of([here, *(pair[1] for pair in pairs)])
 
     return torch_checkpoint(
         fn, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
@@ -165,8 +169,8 @@ def checkpoint(
 
 
 @contextmanager
-def _replay(
-    rng: RngStreams, position: tuple[int, int], inner: AbstractContextManager[Any]
-) -> Iterator[None]:
-    with rng.at(position), inner:
+def _all_of(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield

@@ -37,18 +37,22 @@ class MLP(nn.Module):
     Args:
         build: Configuration, mesh, path and the rest that the linear layers need.
         submodules: Their specifications.
+        ffn_hidden_size: Width between the matrices; default the configuration's.
     """
 
-    def __init__(self, *, build: Build, submodules: MLPSubmodules) -> None:
+    def __init__(
+        self, *, build: Build, submodules: MLPSubmodules, ffn_hidden_size: int | None = None
+    ) -> None:
         super().__init__()
         config = build.config
+        width = ffn_hidden_size or config.ffn_hidden_size
         init = init_methods(config)
         gated = 2 if config.swiglu else 1
         self.activation = activation(config)
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             config.hidden_size,
-            gated * config.ffn_hidden_size,
+            gated * width,
             build=build.at("linear_fc1"),
             init_method=init.hidden,
             bias=config.add_bias_linear,
@@ -56,7 +60,7 @@ class MLP(nn.Module):
         )
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
-            config.ffn_hidden_size,
+            width,
             config.hidden_size,
             build=build.at("linear_fc2"),
             init_method=init.output,
@@ -109,8 +113,8 @@ class _SwiGLU(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         width = rows.shape[1] // 2
         out = rows.new_empty(rows.shape[0], width)
-        for block in _blocks(rows):
-            gate, up = _wide(rows[block, :width]), _wide(rows[block, width:])
+        for block in row_blocks(rows):
+            gate, up = widened(rows[block, :width]), widened(rows[block, width:])
             out[block] = F.silu(gate).mul_(up)
         return out.view(*x.shape[:-1], width)
 
@@ -121,9 +125,9 @@ class _SwiGLU(torch.autograd.Function):
         width = rows.shape[1] // 2
         d_out = grads[0].reshape(-1, width)
         d_rows = torch.empty_like(rows)
-        for block in _blocks(rows):
+        for block in row_blocks(rows):
             gate, up, d_y = (
-                _wide(part) for part in (rows[block, :width], rows[block, width:], d_out[block])
+                widened(part) for part in (rows[block, :width], rows[block, width:], d_out[block])
             )
             d_rows[block, width:] = F.silu(gate).mul_(d_y)
             d_rows[block, :width] = torch.ops.aten.silu_backward(d_y.mul_(up), gate)
@@ -133,13 +137,13 @@ class _SwiGLU(torch.autograd.Function):
 _swiglu: Callable[[Tensor], Tensor] = _SwiGLU.apply
 
 
-def _wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """A copy that may be written to, in fp32 or wider."""
     wider = torch.promote_types(x.dtype, torch.float32)
     return x.to(wider, copy=True)
 
 
-def _blocks(rows: Tensor) -> Iterator[slice]:
+def row_blocks(rows: Tensor) -> Iterator[slice]:
     """Slices of rows: cache-sized on a CPU, all at once elsewhere."""
     count = rows.shape[0]
     on_cpu = rows.device.type == "cpu"

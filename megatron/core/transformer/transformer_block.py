@@ -74,7 +74,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         config = build.config
-        self._rng, self._fp8 = build.rng, build.fp8
+        self._rng, self._fp8, self._auxiliary = build.rng, build.fp8, build.auxiliary
         stages = stages or (whole_model(len(submodules.layers)),)
         self.layers = Layers(
             (
@@ -125,7 +125,9 @@ class TransformerBlock(nn.Module):
                 document_starts=document_starts,
             )
             if recomputed and self.training and cache is None:
-                hidden = checkpoint(run, hidden, rng=self._rng, fp8=self._fp8)
+                hidden = checkpoint(
+                    run, hidden, rng=self._rng, fp8=self._fp8, also=(self._auxiliary,)
+                )
             else:
                 hidden = run(hidden)
         if not stage.loss or self.final_layernorm is None:

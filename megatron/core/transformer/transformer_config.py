@@ -18,6 +18,7 @@ _RENAMED = {
     "fp8": "fp8_format",
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_moe_experts": "num_experts",
 }
 # What these ask for is what happens anyway.
 _WITHOUT_EFFECT = {
@@ -36,8 +37,8 @@ def TransformerConfig(world_size: int = 1, **fields: Any) -> RunConfig:  # noqa:
 
     Besides this project's own names it takes `fp8`, `layernorm_epsilon`,
     `layernorm_zero_centered_gamma`, `gated_linear_unit`, `activation_func` (a torch function),
-    `params_dtype` (a torch dtype) and `num_query_groups` on its own. A field whose effect is
-    always there is accepted.
+    `params_dtype` (a torch dtype), `num_moe_experts`, a number or list for `moe_layer_freq`, and
+    `num_query_groups` on its own. A field whose effect is always there is accepted.
 
     Args:
         world_size: Number of processes of the run.
@@ -57,6 +58,9 @@ def TransformerConfig(world_size: int = 1, **fields: Any) -> RunConfig:  # noqa:
     problems: list[Problem] = []
     settings.update(_activation(settings, problems))
     settings.update(_dtype(settings, problems))
+    freq = settings.get("moe_layer_freq")
+    if isinstance(freq, int | list):  # they also take a number or a list here
+        settings["moe_layer_freq"] = str(freq)
     groups = settings.get("num_query_groups")
     if groups is not None:
         settings.setdefault("group_query_attention", True)

@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransformerLayerSubmodules:
-    """The two halves of a layer."""
+    """The two halves of a layer, and the norm before the second if that does not bring its own."""
 
     self_attention: ModuleSpec
     mlp: ModuleSpec
+    pre_mlp_layernorm: ModuleSpec | None = None
 
 
 class TransformerLayer(nn.Module):
     """A pre-norm layer; the norms belong to the first linear layer of each half.
+
+    Where the second half has experts, its norm stands alone.
 
     Args:
         build: Configuration, mesh, path and the rest that the parts need.
@@ -47,6 +50,13 @@ class TransformerLayer(nn.Module):
         self.self_attention = build_module(
             submodules.self_attention, build=build.at("self_attention"), layer_number=layer_number
         )
+        self.pre_mlp_layernorm: nn.Module | None = None
+        if submodules.pre_mlp_layernorm is not None:
+            self.pre_mlp_layernorm = build_module(
+                submodules.pre_mlp_layernorm,
+                config.hidden_size,
+                build=build.at("pre_mlp_layernorm"),
+            )
         self.mlp = build_module(submodules.mlp, build=build.at("mlp"))
 
     def forward(
@@ -69,7 +79,9 @@ class TransformerLayer(nn.Module):
         """
         attended = self.self_attention(hidden, rotation, cache, document_starts)
         hidden = hidden + self._dropout(attended, "self_attention")
-        return hidden + self._dropout(self.mlp(hidden), "mlp")
+        norm = self.pre_mlp_layernorm
+        normed = hidden if norm is None else norm(hidden)
+        return hidden + self._dropout(self.mlp(normed), "mlp")
 
     def _dropout(self, x: Tensor, half: str) -> Tensor:
         return self._rng.dropout(

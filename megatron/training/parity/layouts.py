@@ -234,13 +234,16 @@ def usual_layouts(cfg: RunConfig) -> list[str]:
         found += ["tp2", "tp2sp"]
     if cfg.seq_length % 4 == 0:
         found.append("cp2")
-    if getattr(cfg, "num_experts", None) and cfg.num_experts % 2 == 0:
+    if cfg.num_experts and cfg.num_experts % 2 == 0:
         found += ["ep2", "tp2ep2etp1"]
     own = "".join(
         f"{axis}2"
         for axis, name in _AXES.items()
-        if name and axis != "vpp" and (getattr(cfg, name, 1) or 1) > 1
+        if name and axis not in ("etp", "vpp") and (getattr(cfg, name, 1) or 1) > 1
     )
+    shared = cfg.expert_tensor_parallel_size
+    if cfg.num_experts and shared != cfg.tensor_model_parallel_size:
+        own += f"etp{min(2, shared)}"
     if cfg.virtual_pipeline_model_parallel_size > 1:
         own += "vpp2"
     if own and parsed_ranks(own) <= MAX_RANKS and own not in found:

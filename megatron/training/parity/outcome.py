@@ -32,6 +32,7 @@ class Outcome:
     Attributes:
         losses: Mean loss of every step.
         grad_norms: Norm of the global gradient of every step.
+        balance: Balancing losses of every step, by name, and figures of the experts' loads.
         grads: Global gradient of every parameter in the first step, by name, in model order.
         last_grads: The same in the last step, where it was asked for.
         initial: Global initial weights, by name.
@@ -42,6 +43,7 @@ class Outcome:
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    balance: list[dict[str, float]] = field(default_factory=list)
     grads: Tensors = field(default_factory=dict)
     last_grads: Tensors = field(default_factory=dict)
     initial: Tensors = field(default_factory=dict)
@@ -87,6 +89,7 @@ def observe(
         done = step.run(iteration, (iteration - 1) * cfg.global_batch_size)
         outcome.losses.append(done.loss)
         outcome.grad_norms.append(done.update.grad_norm)
+        outcome.balance.append({**done.moe.losses, **done.moe.figures})
         if iteration == 1:
             outcome.grads, outcome.fp8 = global_gradients(parts, mesh), global_fp8(parts, mesh)
     if last_grads:
@@ -115,11 +118,11 @@ def global_gradients(parts: Parts, mesh: ParallelState) -> Tensors:
 
 def global_fp8(parts: Parts, mesh: ParallelState) -> dict[str, Tensors]:
     """Return scales and histories of every FP8 layer of the whole model, by path. Collective."""
-    book = parts.fp8.book
-    if book is None:
-        return {}
+    own: dict[str, Tensors] = {}
+    for book in parts.fp8.books:
+        own |= book.state_dict()
     # With --fp8-amax-reduction tp replicas have scales of their own; the first one's are returned.
-    return join(join(book.state_dict(), mesh.ep, must_agree=False), mesh.pp)
+    return join(join(own, mesh.ep, must_agree=False), mesh.pp)
 
 
 def _whole_gradients(parts: Parts) -> dict[torch.Tensor, torch.Tensor]:

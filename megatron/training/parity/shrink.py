@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.config import RunConfig, make_config
 from megatron.config.draft import DEFAULT_VOCAB_SIZE
+from megatron.config.moe import moe_layers
 from megatron.config.schema import SPECS
 from megatron.training.parity.layouts import BY_HAND, PIPELINE_ONLY, Layout
 
@@ -40,9 +41,6 @@ _NEUTRAL: tuple[tuple[str, Any, str], ...] = (
     ("attention_dropout", 0.0, "random numbers differ between layouts on purpose"),
     ("moe_input_jitter_eps", None, "random numbers differ between layouts on purpose"),
     ("moe_router_force_load_balancing", False, "random numbers differ between layouts on purpose"),
-    ("moe_expert_capacity_factor", None, "which tokens are dropped depends on the ranks' shares"),
-    ("moe_pad_expert_input_to_capacity", False, "there is no capacity"),
-    ("moe_token_drop_policy", "probs", "there is no capacity"),
     ("optimizer", "sgd", "Adam hides errors of scale"),
     ("sgd_momentum", 0.0, "plain gradient descent shows errors of scale"),
     ("clip_grad", 0.0, "clipping hides errors of scale"),
@@ -123,6 +121,7 @@ def neutral(cfg: RunConfig) -> Model:
         if name in SPECS
     ]
     kept |= {change.name: change.after for change in changes if change.after is not None}
+    changes += _balance_by_microbatch(cfg)
     if cfg.transformer_impl == "transformer_engine":
         why = "Transformer Engine needs a GPU; the native backend follows its arithmetic"
         changes.append(Change("transformer_impl", cfg.transformer_impl, "native", why))
@@ -134,6 +133,21 @@ def neutral(cfg: RunConfig) -> Model:
         why = "a loss scale that is searched for skips steps"
         changes.append(Change("loss_scale", cfg.loss_scale or "dynamic", _FP16_LOSS_SCALE, why))
     return Model(kept).with_changes(changes)
+
+
+def _balance_by_microbatch(cfg: RunConfig) -> list[Change]:
+    """Balancing losses that do not depend on the number of replicas by definition."""
+    kinds, weights = cfg.moe_router_load_balancing_type, cfg.moe_aux_loss_coeff
+    if "global_aux_loss" not in kinds:
+        return []
+    pairs = dict(zip(kinds, weights, strict=True))
+    weight = pairs.pop("global_aux_loss")
+    pairs.setdefault("aux_loss", weight)
+    why = "what all replicas do together depends on how many there are"
+    return [
+        Change("moe_router_load_balancing_type", kinds, tuple(pairs), why),
+        Change("moe_aux_loss_coeff", weights, tuple(pairs.values()), why),
+    ]
 
 
 # -- sizes --------------------------------------------------------------------------------------
@@ -173,6 +187,14 @@ class _Plan:
         rotated = cfg.rotary_percent if cfg.position_embedding_type == "rope" else 1.0
         widths = [w for w in (16, 32, 64, 128) if w < width and int(w * rotated) % 2 == 0]
         return groups * min(ratio, 4), groups, (widths or [width])[0]
+
+    def experts(self) -> int:
+        """Experts of a layer, in as many groups as before."""
+        cfg = self.cfg
+        groups, chosen = cfg.moe_router_num_groups or 1, cfg.moe_router_group_topk or 1
+        least = max(4, cfg.moe_router_topk + 1, groups * -(-cfg.moe_router_topk // chosen))
+        step = math.lcm(groups, _lcm(self.layouts, "ep"))
+        return min(int(cfg.num_experts), _up(least, step))
 
     def sequence(self) -> int:
         """Tokens of a sequence."""
@@ -240,6 +262,13 @@ def shrink(cfg: RunConfig, model: Model, layouts: Sequence[Layout]) -> Model:
     if cfg.group_query_attention:
         sizes["num_query_groups"] = groups
     sizes |= _fp8_sizes(cfg) | _per_layer_sizes(cfg, layers) | _vocabulary(cfg)
+    if cfg.num_experts is not None:
+        sizes["num_experts"] = plan.experts()
+        sizes["moe_ffn_hidden_size"] = wide("moe_ffn_hidden_size")
+        if cfg.moe_shared_expert_intermediate_size is not None:
+            sizes["moe_shared_expert_intermediate_size"] = wide(
+                "moe_shared_expert_intermediate_size"
+            )
     if cfg.recompute_num_layers is not None:
         stage = max(1, layers // _lcm(layouts, "pp", "vpp"))
         sizes["recompute_num_layers"] = min(cfg.recompute_num_layers, stage)
@@ -295,6 +324,9 @@ def _per_layer_sizes(cfg: RunConfig, layers: int) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     if len(cfg.cp_comm_type) > 1:
         sizes["cp_comm_type"] = tuple(sampled(cfg.cp_comm_type, layers))
+    if not cfg.moe_layer_freq.strip().isdecimal():
+        kinds = sampled(moe_layers(cfg), layers)
+        sizes["moe_layer_freq"] = str([int(has_experts) for has_experts in kinds])
     return sizes
 
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from megatron.config.placement import Stage, whole_model
-from megatron.core.fp8.precision import PrecisionRow, dtype_name
+from megatron.core.fp8.precision import PrecisionRow, dtype_name, group_rows
 from megatron.core.models.gpt.embedding import LanguageModelEmbedding, TiedWordEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import gpt_decoder_spec
 from megatron.core.models.gpt.output_layer import OutputLayer
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -27,6 +28,7 @@ _OUTSIDE_FP8 = (
     ("word_embeddings", "table lookup", "not an FP8 consumer: a lookup is no matrix product"),
     ("core_attention", "softmax attention", "not an FP8 consumer: the recipes cover linear layers"),
 )
+_ROUTER = "not an FP8 consumer: --moe-router-dtype"
 
 
 class GPTModel(nn.Module):
@@ -54,6 +56,7 @@ class GPTModel(nn.Module):
         config = build.config
         self.config = config
         self.axis = build.mesh.tp
+        self.auxiliary = build.auxiliary
         self._plain = dtype_name(build.params_dtype)
         self.vocab_size = config.vocab_size or config.padded_vocab_size
         self.tied = not config.untie_embeddings_and_output_weights
@@ -163,6 +166,10 @@ class GPTModel(nn.Module):
             precision = getattr(module, "precision", None)
             if precision is not None:
                 rows += precision.rows()
+            if isinstance(module, Router):
+                dtype = self.config.moe_router_dtype
+                rows.append(PrecisionRow(path, "all", dtype, dtype, "matmul", _ROUTER))
+            rows += group_rows(getattr(module, "precisions", ()), path)
             for name, kernel, reason in _OUTSIDE_FP8:
                 if path.endswith(name):
                     rows.append(PrecisionRow(path, "all", plain, plain, kernel, reason))

@@ -1,0 +1,241 @@
+"""`grouped_linear`: one linear layer for each expert, on the tokens that were sent to it.
+
+The rows of the input are sorted by expert. Each expert multiplies as `linear` does, with scales and
+a weight cache of its own, so an expert is bit for bit the dense layer of the same path. An expert
+without tokens does nothing: it records no magnitude and keeps its scales.
+
+One autograd node serves all experts of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.core.errors import MegatronError, complaint
+from megatron.core.fp8.gemm import Operand, gemm_nt
+from megatron.core.fp8.linear import accumulates, weight_grad
+from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.recipe import Role
+from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.fp8.weight_grads import WeightGradQueue
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    precisions: Sequence[LinearPrecision],
+    tokens_per_expert: Sequence[int],
+    later: WeightGradQueue | None = None,
+) -> torch.Tensor:
+    """`x_e @ weight_e.T` for the rows of every expert, in its precision.
+
+    Args:
+        x: `[T, in]`, rows sorted by expert. T may be 0.
+        weights: One `[out, in]` for each expert; `main_grad` as for `linear`.
+        precisions: How each expert computes.
+        tokens_per_expert: Rows of each expert, in order; any may be 0.
+        later: As for `linear`.
+
+    Returns:
+        `[T, out]` in the type of the weights.
+
+    Raises:
+        MegatronError: The counts do not fit the experts or the rows.
+    """
+    counts = list(tokens_per_expert)
+    check_counts(counts, len(weights), x)
+    return _grouped_linear(x, tuple(precisions), counts, later, *weights)
+
+
+def check_counts(counts: Sequence[int], num_experts: int, x: torch.Tensor) -> None:
+    """Refuse counts that do not fit.
+
+    Args:
+        counts: Rows of each expert.
+        num_experts: Experts of this rank.
+        x: `[T, in]`.
+
+    Raises:
+        MegatronError: They are not one count for each expert, or not all rows together.
+    """
+    if len(counts) != num_experts or sum(counts) != x.shape[0]:
+        raise MegatronError(
+            complaint(
+                "tokens_per_expert",
+                list(counts),
+                f"There are {num_experts} experts and {x.shape[0]} rows",
+                "Pass one count for each local expert; together they are all rows",
+            )
+        )
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        precisions: tuple[LinearPrecision, ...],
+        counts: list[int],
+        later: WeightGradQueue | None,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        y = x.new_empty(x.shape[0], weights[0].shape[0], dtype=weights[0].dtype)
+        kept = _Kept(ctx.needs_input_grad[0])
+        parts, outputs = torch.split(x, counts), torch.split(y, counts)
+        for part, out, weight, precision in zip(parts, outputs, weights, precisions, strict=True):
+            if part.shape[0]:
+                kept.add(*_forward(part, out, weight, precision))
+            else:
+                kept.add(None, None)
+        # The parameters themselves: recomputation hands back saved tensors as new objects, and
+        # those would have no main_grad.
+        ctx.weights, ctx.precisions, ctx.counts = weights, precisions, counts
+        ctx.shape, ctx.dtype, ctx.later = x.shape, x.dtype, later
+        kept.save(ctx)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        dx = grad.new_empty(ctx.shape, dtype=ctx.dtype) if wants_dx else None
+        dx_parts = torch.split(dx, ctx.counts) if dx is not None else (None,) * len(ctx.counts)
+        operands, weight_grads = _Kept.load(ctx), []
+        for i, dy in enumerate(torch.split(grad, ctx.counts)):
+            weight, precision = ctx.weights[i], ctx.precisions[i]
+            job = _backward(dy, dx_parts[i], operands[i], weight, precision, wants_dw[i])
+            weight_grads.append(None if job is None else _now_or_later(job, weight, ctx.later))
+        return dx, None, None, None, *weight_grads
+
+
+def _forward(
+    x: torch.Tensor, out: torch.Tensor, weight: torch.Tensor, precision: LinearPrecision
+) -> tuple[Operand | None, Operand]:
+    """One expert's product into `out`; returns what its backward needs of input and weight."""
+    if not precision.active:
+        plain = x.to(weight.dtype)
+        out.copy_(gemm_nt(plain, weight, out_dtype=weight.dtype))
+        return plain if weight.requires_grad else None, weight
+    row = precision.quantizer(Role.INPUT).rowwise(x)
+    weight_row, weight_col = precision.quantize_weight(weight)
+    out.copy_(
+        gemm_nt(
+            row,
+            weight_row,
+            out_dtype=weight.dtype,
+            emulation=precision.state.emulation,
+            fast_accum=True,
+        )
+    )
+    if not weight.requires_grad:
+        return None, weight_col
+    return row if precision.decision.wgrad else x.to(weight.dtype), weight_col
+
+
+def _backward(
+    dy: torch.Tensor,
+    dx: torch.Tensor | None,
+    operands: tuple[Any, Any],
+    weight: torch.Tensor,
+    precision: LinearPrecision,
+    wants_dw: bool,
+) -> Callable[[], torch.Tensor | None] | None:
+    """One expert's gradient of its input, into `dx`, and how to compute that of its weight.
+
+    What the forward kept says in which precision it ran.
+    """
+    x, weight_col = operands
+    if not dy.shape[0]:
+        return partial(_no_weight_grad, weight) if wants_dw else None
+    rows: Any = dy
+    if isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor):
+        rows = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)
+    if dx is not None:
+        if isinstance(weight_col, QuantizedTensor):
+            emulation = precision.state.emulation
+            dx.copy_(gemm_nt(rows, weight_col, out_dtype=weight.dtype, emulation=emulation))
+        else:
+            dx.copy_(gemm_nt(dy, weight_col.t(), out_dtype=dy.dtype))
+    if not wants_dw:
+        return None
+    if isinstance(x, QuantizedTensor):
+        return partial(_fp8_weight_grad, rows, x, weight, precision)
+    return partial(_plain_weight_grad, dy, x, weight)
+
+
+def _fp8_weight_grad(
+    dy: QuantizedTensor, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision
+) -> torch.Tensor | None:
+    dy_col = precision.quantizer(Role.GRAD_OUTPUT).transposed(dy)
+    x_col = precision.quantizer(Role.INPUT).transposed(x)
+    return weight_grad(dy_col, x_col, weight, precision.state.emulation)
+
+
+def _plain_weight_grad(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor | None:
+    return weight_grad(dy.to(weight.dtype).t(), x.t(), weight, "fast")
+
+
+def _now_or_later(
+    job: Callable[[], torch.Tensor | None], weight: torch.Tensor, later: WeightGradQueue | None
+) -> torch.Tensor | None:
+    """Compute a weight's gradient, or leave that to the queue."""
+    if later is None or not later.is_collecting or not accumulates(weight):
+        return job()
+    later.put(weight, job)
+    return None
+
+
+def _no_weight_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """The zero gradient of an expert without tokens."""
+    if accumulates(weight):
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return None
+    return torch.zeros_like(weight)
+
+
+class _Kept:
+    """What the backward needs of every expert, kept where recomputation can drop it.
+
+    That is among the saved tensors; beside them only formats remain.
+
+    Args:
+        weights: Whether weights are needed at all.
+    """
+
+    def __init__(self, weights: bool) -> None:
+        self.weights = weights
+        self.tensors: list[torch.Tensor | None] = []
+        self.forms: list[Any] = []
+
+    def add(self, x: Operand | None, weight: Operand | None) -> None:
+        """Keep the operands of the next expert; None where it has none."""
+        for operand in (x, weight if self.weights else None):
+            if isinstance(operand, QuantizedTensor):
+                self.tensors += [operand.data, operand.scale_inv]
+                self.forms.append((operand.fmt, operand.block))
+            else:
+                self.tensors += [operand, None]
+                self.forms.append(None)
+
+    def save(self, ctx: Any) -> None:
+        """Hand the operands to autograd."""
+        ctx.forms = self.forms
+        ctx.save_for_backward(*self.tensors)
+
+    @staticmethod
+    def load(ctx: Any) -> list[tuple[Operand | None, Operand | None]]:
+        """Input and weight operand of every expert."""
+        saved = ctx.saved_tensors
+        operands = [
+            data if form is None else QuantizedTensor(data, inverse, *form)
+            for data, inverse, form in zip(saved[::2], saved[1::2], ctx.forms, strict=True)
+        ]
+        return list(zip(operands[::2], operands[1::2], strict=True))
+
+
+_grouped_linear: Callable[..., torch.Tensor] = _GroupedLinear.apply
