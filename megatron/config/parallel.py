@@ -67,9 +67,15 @@ class ParallelConfig:
     cp_comm_type: tuple[str, ...] = field(
         ("p2p",),
         nargs="*",
-        choices=("p2p", "all_gather", "a2a"),
-        help="How context-parallel ranks share keys and values: a ring (p2p), gathering, or heads"
-        " for tokens (a2a); one for all layers or one each.",
+        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
+        help="How context-parallel ranks share keys and values: a ring (p2p), gathering, heads for"
+        " tokens (a2a), or a ring of groups that exchange heads (a2a+p2p); one for all layers or"
+        " one each.",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = field(
+        (),
+        nargs="*",
+        help="With a2a+p2p: ranks of a group that exchanges heads, and groups of the ring.",
     )
     expert_model_parallel_size: int = field(
         1, help="Ranks among which the experts are shared out (expert parallelism, EP)."

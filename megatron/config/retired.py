@@ -224,7 +224,7 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
     ),
     (r"mtp-|use-multi-token", "Multi-token prediction is", ""),
     (
-        r"mamba|hybrid-|is-hybrid|linear-|gdp-|disable-mamba",
+        r"mamba|hybrid-(?!context)|is-hybrid|linear-|gdp-|disable-mamba",
         "Layers other than attention and MLP are",
         "",
     ),
@@ -244,9 +244,9 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
         "Leave it out",
     ),
     (
-        r"hierarchical-context|hybrid-context",
-        "Context parallelism in levels or of varying size is",
-        "Use --context-parallel-size with --cp-comm-type p2p, all_gather or a2a",
+        r"hybrid-context",
+        "Context parallelism of varying size is",
+        "Use --context-parallel-size",
     ),
     (
         r".*fsdp|outer-dp|data-parallel-sharding|ddp-",
@@ -303,10 +303,6 @@ REFUSED_VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("fp8_recipe", "custom"): (
         "Custom quantizers are not in this release",
         "Use --fp8-recipe delayed or tensorwise",
-    ),
-    ("cp_comm_type", "a2a+p2p"): (
-        "Two levels of context parallelism are not in this release",
-        "Use --cp-comm-type p2p, all_gather or a2a",
     ),
     ("moe_token_dispatcher_type", "flex"): (
         "Tokens travel by the collectives of --distributed-backend",

@@ -9,6 +9,11 @@ from megatron.config.draft import Draft
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import flag_of
 
+_SIZE_OF = {
+    "a2a": "--context-parallel-size",
+    "a2a+p2p": "--hierarchical-context-parallel-sizes",
+}
+
 
 @rule
 def a_fake_world_is_on_paper(c: Draft) -> Iterator[Problem]:
@@ -135,7 +140,7 @@ def sequence_divides_cp(c: Draft) -> Iterator[Problem]:
 
 @rule
 def cp_comm_types_fit(c: Draft) -> Iterator[Problem]:
-    """--cp-comm-type has one value, or one a layer; a2a needs heads for every rank."""
+    """--cp-comm-type has one value, or one a layer; a2a needs heads for every rank of a group."""
     names = ("num_layers", "num_attention_heads", "num_query_groups", "tensor_model_parallel_size")
     if not c.counts(*names, "context_parallel_size") or "cp_comm_type" in c.broken:
         return
@@ -147,19 +152,49 @@ def cp_comm_types_fit(c: Draft) -> Iterator[Problem]:
             "It takes one value for all layers, or one for each",
             f"Give 1 or {c.num_layers} values",
         )
-    if cp > 1 and "a2a" in kinds and c.num_query_groups % tp == 0:
+    levels = c.hierarchical_context_parallel_sizes
+    sharing = {"a2a": cp} | ({"a2a+p2p": levels[0]} if len(levels) == 2 and levels[0] > 0 else {})
+    for kind, ranks in sharing.items():
+        if cp == 1 or kind not in kinds or c.num_query_groups % tp:
+            continue
         heads = c.num_query_groups // tp
         what = "query groups" if c.group_query_attention else "attention heads"
         flag = "--num-query-groups" if c.group_query_attention else "--num-attention-heads"
-        if heads % cp:
+        if heads % ranks:
+            size = "context-parallel size" if kind == "a2a" else "first size"
             yield Problem(
-                ("--cp-comm-type", "--context-parallel-size", flag),
-                f"a2a, {cp} and {c.num_query_groups}",
+                ("--cp-comm-type", _SIZE_OF[kind], flag),
+                f"{kind}, {ranks} and {c.num_query_groups}",
                 f"Each context-parallel rank attends with whole {what}, and a tensor-parallel rank"
                 f" has {heads} of them",
-                f"Use --cp-comm-type p2p or all_gather, or a context-parallel size that divides"
-                f" {heads}",
+                f"Use --cp-comm-type p2p or all_gather, or a {size} that divides {heads}",
             )
+
+
+@rule
+def cp_levels_fill_the_axis(c: Draft) -> Iterator[Problem]:
+    """--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A P with A * P = CP."""
+    levels, cp = c.hierarchical_context_parallel_sizes, c.context_parallel_size
+    flag, two_levels = "--hierarchical-context-parallel-sizes", "a2a+p2p" in c.cp_comm_type
+    if c.broken & {"hierarchical_context_parallel_sizes", "cp_comm_type"}:
+        return
+    if levels and not two_levels:
+        yield Problem(
+            (flag, "--cp-comm-type"),
+            f"{' '.join(map(str, levels))} and {' '.join(c.cp_comm_type)}",
+            "Only a2a+p2p has two levels",
+            f"Add --cp-comm-type a2a+p2p, or remove {flag}",
+        )
+    elif two_levels and cp > 1 and (len(levels) != 2 or min(levels) < 2 or math.prod(levels) != cp):
+        got = " ".join(map(str, levels)) or "nothing"
+        yield Problem(
+            (flag, "--context-parallel-size"),
+            f"{got} and {cp}",
+            "The ranks are cut into groups that exchange heads, and the groups form a ring",
+            f"Give two numbers above 1 whose product is {cp}"
+            if cp >= 4
+            else "Use --cp-comm-type p2p or a2a: two levels take at least 4 ranks",
+        )
 
 
 @rule

@@ -82,7 +82,8 @@ class MeshSizes:
 
     `etp` defaults to `tp`; `dp` and `edp` are what is left of `world`. `optimizer_instances` is
     into how many equal parts the replicas are cut, each of which holds the optimizer once. `vpp` is
-    the number of stages of a pipeline rank.
+    the number of stages of a pipeline rank. `cp_a2a` is how many neighbours along `cp` exchange
+    heads where context parallelism has two levels.
 
     Raises:
         MeshError: If the axes do not divide the world.
@@ -97,6 +98,7 @@ class MeshSizes:
     order: str = DEFAULT_ORDER
     optimizer_instances: int = 1
     vpp: int = 1
+    cp_a2a: int = 1
 
     def __post_init__(self) -> None:
         _check_order(self.order)
@@ -107,6 +109,15 @@ class MeshSizes:
                     self.vpp,
                     "Stages are interleaved over several pipeline ranks, and there is one",
                     "Leave it out, or raise --pipeline-model-parallel-size",
+                )
+            )
+        if self.cp_a2a < 1 or self.cp % self.cp_a2a:
+            raise MeshError(
+                complaint(
+                    "--hierarchical-context-parallel-sizes",
+                    f"{self.cp_a2a} with {self.cp} context-parallel ranks",
+                    "They are cut into equal parts",
+                    "Choose two sizes whose product is --context-parallel-size",
                 )
             )
         for flag, size in (
@@ -168,6 +179,7 @@ class MeshSizes:
             optimizer_instances=getattr(config, "num_distributed_optimizer_instances", 1),
             order=PIPELINE_BEFORE_DATA_ORDER if pp_first else DEFAULT_ORDER,
             vpp=getattr(config, "virtual_pipeline_model_parallel_size", None) or 1,
+            cp_a2a=(getattr(config, "hierarchical_context_parallel_sizes", None) or (1,))[0],
         )
 
     @property
@@ -268,6 +280,8 @@ class ParallelState:
     `expert_amax` are the ranks that share the FP8 scales of a dense layer and of one expert.
     `dp_cp` is cut into parts, each of which holds the optimizer's state once: `dp_cp_inner` is this
     process's part, `dp_cp_outer` the processes that hold the same in every part; so is `edp`.
+    Context parallelism in two levels cuts `cp`: neighbours (`cp_a2a`) exchange heads for tokens,
+    and what they then hold together travels around the ring `cp_p2p`.
 
     The `pipe_*` axes carry tensors between pipeline stages. Each has a process group of its own,
     because transfers of one group wait for each other: in either direction one for the edges from
@@ -277,6 +291,8 @@ class ParallelState:
 
     tp: Axis
     cp: Axis
+    cp_a2a: Axis
+    cp_p2p: Axis
     dp: Axis
     pp: Axis
     ep: Axis
@@ -374,6 +390,8 @@ class ParallelState:
             part = f"{token}-inner" if sizes.optimizer_instances > 1 else token
             axes[f"{name}_inner"] = make_axis(part, inner)
             axes[f"{name}_outer"] = make_axis(f"{token}-outer", outer)
+        inner, outer = _cut(groups_of("cp", extents, order), sizes.cp // sizes.cp_a2a)
+        axes["cp_a2a"], axes["cp_p2p"] = make_axis("cp-a2a", inner), make_axis("cp-p2p", outer)
         axes["world"] = make_axis("world", [list(range(world_size))])
         ends = [[g[0]] if len(g) == 1 else [g[0], g[-1]] for g in groups_of("pp", extents, order)]
         axes["embedding"] = make_axis("embedding", ends)

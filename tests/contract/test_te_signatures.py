@@ -173,9 +173,29 @@ class TestCalls:
             cp_comm_type="all_gather",
         )
         assert given.get("cp_global_ranks", [0]) == list(cp.ranks)
+        assert given.get("cp_group") == cp.group
         attention = fake.library.pytorch.DotProductAttention(**given)
         q, kv = torch.randn(5, 2, 4, 8), torch.randn(5, 2, 2, 8)
         assert attention(q, kv, kv, attn_mask_type="causal").shape == (5, 2, 32)
+
+    def test_attention_in_two_levels(self, fake):
+        inner, outer = Axis("cp-a2a", 2, 0, (0, 1), "inner"), Axis("cp-p2p", 2, 0, (0, 2), "outer")
+        given = te_calls.attention_arguments(
+            num_heads=4,
+            num_groups=2,
+            head_dim=8,
+            dropout=0.0,
+            tp_size=1,
+            tp_group=None,
+            get_rng_state_tracker=None,
+            layer_number=1,
+            softmax_scale=None,
+            cp=Axis("cp", 4, 0, (0, 1, 2, 3), "all"),
+            cp_comm_type="a2a+p2p",
+            cp_levels=(inner, outer),
+        )
+        assert given["cp_group"] == ["inner", "outer"]
+        fake.library.pytorch.DotProductAttention(**given)
 
     def test_delayed_recipe(self, fake):
         recipe = te_calls.delayed_recipe(

@@ -28,6 +28,7 @@ from tests.distributed.test_parity import (
 CP2 = {"context_parallel_size": 2}
 CP4 = {"context_parallel_size": 4}
 GATHER, HEADS = {"cp_comm_type": ("all_gather",)}, {"cp_comm_type": ("a2a",)}
+LEVELS = {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)}
 MIXED = {"cp_comm_type": ("p2p", "all_gather")}  # one a layer
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True}
 FULL = {
@@ -42,6 +43,8 @@ LAYOUTS = {
     "cp4": (CP4, 4),
     "cp2-gather": (CP2 | GATHER, 2),
     "cp2-heads": (CP2 | HEADS, 2),
+    "cp4-levels": (CP4 | LEVELS, 4),
+    "cp4-levels-mixed": (CP4 | LEVELS | {"cp_comm_type": ("a2a+p2p", "all_gather")}, 4),
     "cp2-mixed": (CP2 | MIXED, 2),
     "cp2-tp2": (CP2 | TP2, 4),
     "cp2-tp2-sp": (CP2 | TP2 | SP, 4),
@@ -51,7 +54,10 @@ LAYOUTS = {
 }
 CASES = [("gpt", {}, name) for name in LAYOUTS if name != "tp2-sp"]
 CASES += [("llama", {}, name) for name in ("cp2", "cp2-tp2-sp")]
-CASES += [("llama", PACKED, name) for name in ("cp2", "cp4", "cp2-gather", "cp2-heads", "tp2-sp")]
+CASES += [
+    ("llama", PACKED, name)
+    for name in ("cp2", "cp4", "cp2-gather", "cp2-heads", "cp4-levels", "tp2-sp")
+]
 CASES += [("gpt", PACKED, "cp2-tp2-sp")]
 
 

@@ -110,7 +110,11 @@ REFUSED = [
     ({"context_parallel_size": 0}, "--context-parallel-size", ["at least 1"]),
     ({"cp_comm_type": ["p2p", "p2p", "a2a"]}, "--cp-comm-type", ["3 values", "1 or 2 values"]),
     ({"cp_comm_type": []}, "--cp-comm-type", ["0 values"]),
-    ({"cp_comm_type": ["a2a+p2p"]}, "--cp-comm-type", ["Two levels", "all_gather or a2a"]),
+    (
+        {"hierarchical_context_parallel_sizes": [2, 2]},
+        "--hierarchical-context-parallel-sizes",
+        ["2 2 and p2p", "Only a2a+p2p"],
+    ),
     ({"device": "cpu", "distributed_backend": "nccl"}, "--distributed-backend", ["gloo"]),
     (
         {"overlap_param_gather": True},
@@ -266,6 +270,11 @@ PP2 = {"pipeline_model_parallel_size": 2, "global_batch_size": 4}
 PP4 = {"pipeline_model_parallel_size": 4, "global_batch_size": 8}
 LAYOUT = "pipeline_model_parallel_layout"
 CP2 = {"context_parallel_size": 2}
+LEVELS = {
+    "context_parallel_size": 4,
+    "cp_comm_type": ["a2a+p2p"],
+    "hierarchical_context_parallel_sizes": [2, 2],
+}
 
 # (world size, settings, first flag, words)
 REFUSED_ON_A_MESH = [
@@ -308,6 +317,24 @@ REFUSED_ON_A_MESH = [
         {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "cp_comm_type": ["a2a"]},
         "--cp-comm-type",
         ["a2a, 4 and 4", "has 2 of them"],
+    ),
+    (
+        2,
+        {**CP2, "cp_comm_type": ["a2a+p2p"]},
+        "--hierarchical-context-parallel-sizes",
+        ["nothing and 2", "at least 4 ranks"],
+    ),
+    (
+        4,
+        LEVELS | {"hierarchical_context_parallel_sizes": [4, 1]},
+        "--hierarchical-context-parallel-sizes",
+        ["4 1 and 4", "product is 4"],
+    ),
+    (
+        4,
+        LEVELS | {"group_query_attention": True, "num_query_groups": 1},
+        "--cp-comm-type",
+        ["a2a+p2p, 2 and 1", "whole query groups"],
     ),
     (2, {**FP8, **CP2, "seq_length": 24}, "--seq-length", ["got 12", "one rank", "16"]),
     (
@@ -531,6 +558,7 @@ ACCEPTED_ON_A_MESH = [
     (2, CP2),
     (8, {**CP2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
     (2, {**CP2, "cp_comm_type": ["a2a", "p2p"]}),
+    (4, LEVELS),
     (2, {**FP8, **CP2}),
     (4, {"context_parallel_size": 4, "seq_length": 8, "max_position_embeddings": 32}),
     (2, PP2),

@@ -167,7 +167,7 @@ def test_sizes_are_read_from_a_configuration():
 def test_one_process_has_no_groups():
     mesh = ParallelState.build(MeshSizes(1), 0, 1)
     axes = [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
-    assert len(axes) == 25
+    assert len(axes) == 27
     assert all(axis.group is None and axis.size == 1 for axis in axes)
     assert mesh.label() == "rank 0 tp0 pp0 dp0"
 

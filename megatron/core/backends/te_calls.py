@@ -170,10 +170,12 @@ def attention_arguments(
     cp: Axis | None = None,
     cp_comm_type: str = "p2p",
     cp_stream: Any = None,
+    cp_levels: tuple[Axis, Axis] | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of `te.DotProductAttention`; head counts are those of the whole model.
 
-    Its context-parallel ranks hold the same chunks of a sequence as the project's.
+    Its context-parallel ranks hold the same chunks of a sequence as the project's. With `a2a+p2p`
+    it takes the process groups of both levels, the inner one first.
 
     `sequence_parallel` is left out: with it Transformer Engine draws dropout from the device's
     default generator and ignores the tracker.
@@ -181,7 +183,7 @@ def attention_arguments(
     context = {}
     if cp is not None and cp.size > 1:
         context = {
-            "cp_group": cp.group,
+            "cp_group": [a.group for a in cp_levels] if cp_levels else cp.group,
             "cp_global_ranks": list(cp.ranks),
             "cp_stream": cp_stream,
             "cp_comm_type": cp_comm_type,

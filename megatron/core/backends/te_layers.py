@@ -474,6 +474,8 @@ class TeCoreAttention(TeModule):
 
     def __init__(self, *, build: Build, layer_number: int) -> None:
         config, tp = build.config, build.mesh.tp
+        comm = comm_type(config, layer_number)
+        levels = (build.mesh.cp_a2a, build.mesh.cp_p2p) if comm == "a2a+p2p" else None
         rng = AttentionDropoutRng(build.rng, build.path)
         arguments = te_calls.attention_arguments(
             num_heads=config.num_attention_heads,
@@ -486,7 +488,8 @@ class TeCoreAttention(TeModule):
             layer_number=layer_number,
             softmax_scale=None,
             cp=build.mesh.cp,
-            cp_comm_type=comm_type(config, layer_number),
+            cp_comm_type=comm,
+            cp_levels=levels,
             cp_stream=_second_stream() if build.mesh.cp.size > 1 else None,
         )
         super().__init__(**arguments)

@@ -10,6 +10,9 @@ costs the same. Everything but attention works on each token alone, so only this
   pass. Fewer, larger messages; keys and values of the whole sequence exist for a while.
 - `a2a`: ranks exchange sequence shards for head shards, so each attends to whole sequences with
   some of the heads. Needs at least as many local key/value groups as ranks.
+- `a2a+p2p`: both. Groups of neighbours exchange as in `a2a`; the chunks that a group of A ranks
+  holds then lie in one row, A early and A late ones, so the group's members are ranks of a ring of
+  P / A, each with its own heads.
 
 Shape legend: S whole sequence, s = S / P local sequence, c = s / 2 chunk, b microbatch, n local
 heads, g local key/value groups, d head dimension, P context-parallel size.
@@ -111,11 +114,12 @@ class ContextBlock:
     """What one attention call of a rank needs besides its tensors.
 
     Attributes:
-        axis: Context-parallel ranks.
+        axis: Context-parallel ranks; those of the ring where there are two levels.
         scale: Factor on the scores.
         starts: `[b, S]` on the CPU, where each position's document starts; None for one document.
         dropout: Probability with which an attention weight is dropped.
         seed: Of this rank's dropout masks.
+        inner: Ranks that exchange tokens for heads below the ring, with `a2a+p2p`.
     """
 
     axis: Axis
@@ -123,6 +127,7 @@ class ContextBlock:
     starts: Tensor | None = None
     dropout: float = 0.0
     seed: int = 0
+    inner: Axis | None = None
 
     def block(self, queries: int, first_key: int, chunk: int) -> Block:
         """How chunk `queries` (of `chunk` positions) sees keys from position `first_key` on."""
@@ -144,7 +149,7 @@ def context_attention(
         key: `[s, b, g, d]` with g dividing n.
         value: `[s, b, g, d]`.
         job: Ranks, scale, documents, dropout.
-        comm: `p2p`, `all_gather` or `a2a`.
+        comm: `p2p`, `all_gather`, `a2a` or `a2a+p2p`.
 
     Returns:
         `[s, b, n * d]` in the dtype of `query`.
@@ -163,6 +168,8 @@ def context_attention(
         )
     if comm == "a2a":
         return _head_shard_attention(query, key, value, job)
+    if comm == "a2a+p2p":
+        return _two_level_attention(query, key, value, job)
     function = _gathered_attention if comm == "all_gather" else _ring_attention
     s, b, n, d = query.shape
     return function(query, key, value, job).reshape(s, b, n * d)
@@ -336,8 +343,8 @@ def _delta(grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 # -- a2a ------------------------------------------------------------------------------------------
 
 
-def _head_shard_attention(query: Tensor, key: Tensor, value: Tensor, job: ContextBlock) -> Tensor:
-    axis = job.axis
+def _check_heads(key: Tensor, axis: Axis) -> None:
+    """Refuse heads that cannot be shared out."""
     if key.shape[2] % axis.size:
         raise MeshError(
             complaint(
@@ -347,6 +354,20 @@ def _head_shard_attention(query: Tensor, key: Tensor, value: Tensor, job: Contex
                 "Use --cp-comm-type p2p or all_gather",
             )
         )
+
+
+def _two_level_attention(query: Tensor, key: Tensor, value: Tensor, job: ContextBlock) -> Tensor:
+    inner = job.inner
+    if inner is None:
+        raise TypeError("ContextBlock: a2a+p2p needs the ranks of both levels.")
+    _check_heads(key, inner)
+    q, k, v = (_to_heads(x, inner) for x in (query, key, value))
+    return _to_tokens(_ring_attention(q, k, v, job), inner).flatten(2)
+
+
+def _head_shard_attention(query: Tensor, key: Tensor, value: Tensor, job: ContextBlock) -> Tensor:
+    axis = job.axis
+    _check_heads(key, axis)
     q, k, v = (_to_heads(x, axis) for x in (query, key, value))
     context = causal_attention(
         q, k, v, scale=job.scale, dropout=job.dropout, seed=job.seed, starts=job.starts

@@ -33,6 +33,9 @@ class NativeCoreAttention(nn.Module):
         self.dropout = build.config.attention_dropout
         self.axis = build.mesh.cp
         self.comm = comm_type(build.config, layer_number)
+        two_levels = self.comm == "a2a+p2p"
+        self._ring = build.mesh.cp_p2p if two_levels else self.axis
+        self._inner = build.mesh.cp_a2a if two_levels else None
         self._rng = build.rng
         self._path = build.path
 
@@ -71,7 +74,7 @@ class NativeCoreAttention(nn.Module):
                 seed=seed,
                 starts=document_starts,
             )
-        job = ContextBlock(self.axis, self.scale, document_starts, dropout, seed)
+        job = ContextBlock(self._ring, self.scale, document_starts, dropout, seed, self._inner)
         return context_attention(query, key, value, job, self.comm)
 
     def extra_repr(self) -> str:

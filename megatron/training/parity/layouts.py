@@ -50,6 +50,7 @@ BY_HAND = (
     "decoder_last_pipeline_num_layers",
     "pipeline_model_parallel_layout",
     "num_distributed_optimizer_instances",
+    "hierarchical_context_parallel_sizes",
 )
 PLACEMENT = (*(name for name in _AXES.values() if name), *BY_HAND)
 # What only shares work out, or only saves memory: one process needs none of it.
@@ -120,6 +121,10 @@ class Layout:
         if self.size("pp") == 1:
             settings = {k: v for k, v in settings.items() if k not in PIPELINE_ONLY}
         settings |= {_AXES[axis]: size for axis, size in self.sizes.items() if _AXES[axis]}
+        if "a2a+p2p" in settings.get("cp_comm_type", ()):
+            # Another size has other levels, or none: the result is the same with a plain ring.
+            ring = ("p2p" if kind == "a2a+p2p" else kind for kind in settings["cp_comm_type"])
+            settings["cp_comm_type"] = tuple(ring)
         settings |= self.extra
         if self.size("tp") == 1 or not settings.get("sequence_parallel"):
             settings = without_overlap(settings)

@@ -177,7 +177,7 @@ class _Plan:
         cfg = self.cfg
         heads, groups = int(cfg.num_attention_heads), int(cfg.num_query_groups)
         width = int(cfg.kv_channels)
-        exchanged = "a2a" in cfg.cp_comm_type
+        exchanged = any("a2a" in kind for kind in cfg.cp_comm_type)
         step = math.lcm(
             *(lay.size("tp") * (lay.size("cp") if exchanged else 1) for lay in self.layouts)
         )
