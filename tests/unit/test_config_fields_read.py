@@ -23,6 +23,7 @@ CONSUMED_BY_DERIVATION = {
     "pipeline_model_parallel_layout": "placement of layers",
     "fake_world_size": "world_size",
     "use_tp_pp_dp_mapping": "order of the axes, which the mesh reads by name",
+    "hierarchical_context_parallel_sizes": "levels of an axis, which the mesh reads by name",
     "moe_layer_freq": "moe_layers()",
     "moe_aux_loss_coeff": "auxiliary_losses()",
 }
