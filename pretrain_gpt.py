@@ -40,11 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 dry_run(config, notices, print)
             return report.exit_code
         runtime = start(config, launch)
-        report.where, report.processes = runtime.mesh.label, runtime.processes
+        report.follow(runtime)
         parallel_state.install(runtime.mesh)
         trainer = Trainer(runtime, notices)
         report.where = trainer.where
         trainer.run()
+        report.leave()
         runtime.close()
     return report.exit_code
 

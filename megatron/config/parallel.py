@@ -161,8 +161,8 @@ class ParallelConfig:
         choices=("auto", "nccl", "gloo"),
         help="Transport: nccl on CUDA and gloo elsewhere (auto), or one by name.",
     )
-    distributed_timeout_minutes: int = field(
-        10, help="How long a collective may wait for a rank.", units="minutes"
+    distributed_timeout_minutes: float = field(
+        10.0, help="How long a collective may wait for a rank; fractions count.", units="minutes"
     )
     world_size: int = field(1, derived=True, help="Number of processes, from the launcher.")
     virtual_pipeline_model_parallel_size: int = field(

@@ -34,7 +34,6 @@ _AT_LEAST_ONE = (
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
-    "distributed_timeout_minutes",
     "micro_batch_size",
     "global_batch_size",
     "train_iters",
@@ -70,6 +69,7 @@ _AT_LEAST_ZERO = (
     "init_method_std",
 )
 _ABOVE_ZERO = (
+    "distributed_timeout_minutes",
     "norm_epsilon",
     "rope_scaling_factor",
     "adam_eps",

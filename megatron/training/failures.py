@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -18,13 +17,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron.config import ConfigError
 from megatron.core.errors import MegatronError, complaint
-from megatron.training.initialize import Launch, Process
+from megatron.training.initialize import Launch, Runtime
+from megatron.training.watch import Watch
 
 FAILED = 1
 BAD_CONFIG = 2
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 _MEET_S = 10
-_LOOK_S = 1.0
 _PROBLEM, _SEEN, _ALL_SEEN = "bad_config/text", "bad_config/seen", "bad_config/all_seen"
 
 
@@ -39,14 +38,31 @@ class Report:
         exit_code: 0, `FAILED`, `BAD_CONFIG` for a configuration that cannot work, or
             `INTERRUPTED` after Ctrl-C.
         where: Says which rank this is and what it is doing; set it to more as more is known.
-        processes: The processes of all ranks, once they are known.
     """
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.exit_code = 0
         self.where: Callable[[], str] = lambda: f"rank {self.launch.rank}"
-        self.processes: tuple[Process, ...] = ()
+        self._watch: Watch | None = None
+
+    def follow(self, runtime: Runtime) -> None:
+        """Take note of this rank's place, and begin to watch the other ranks. Every rank calls it.
+
+        Args:
+            runtime: The started process.
+        """
+        self.where = runtime.mesh.label
+        if runtime.processes:
+            self._watch = Watch(
+                self.launch.rank, runtime.processes, lambda: self.where(), self._tell
+            )
+            self._watch.start()
+
+    def leave(self) -> None:
+        """Say to the other ranks that this one ends, and not for a reason that they should tell."""
+        if self._watch is not None:
+            self._watch.leave()
 
     def __enter__(self) -> Report:
         """Start to listen."""
@@ -59,6 +75,8 @@ class Report:
         trace: TracebackType | None,
     ) -> bool:
         """Report an exception and swallow it; SystemExit passes."""
+        if not (isinstance(error, Exception) and _lost_contact(error)):
+            self.leave()
         if isinstance(error, KeyboardInterrupt):
             self.exit_code = INTERRUPTED
             _write(f"[{self.where()}] interrupted")
@@ -71,7 +89,8 @@ class Report:
         elif isinstance(error, MegatronError):
             _write(f"[{self.where()}] {error}")
         elif _lost_contact(error):
-            _write(f"[{self.where()}] {self._lost(error)}")
+            self._lost(error)
+            self.leave()
         elif _out_of_memory(error):
             _write(f"[{self.where()}] {_too_large(error)}")
         else:
@@ -88,46 +107,27 @@ class Report:
         if launch.world_size > 1 and not _said_by_first_rank(launch, text) and launch.rank:
             _write(f"[{self.where()}] {text}")
 
-    def _lost(self, error: Exception) -> str:
-        """Say which rank is gone."""
+    def _lost(self, error: Exception) -> None:
+        """Say which rank is gone or hangs."""
         # The launcher ends the other ranks as well; this one has something to say first.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
-        gone = self._ended()
         cause = _first_sentence(error)
-        if not gone:
-            return complaint(
+        if self._watch is not None:
+            self._watch.blame(cause)
+            return
+        self._tell(
+            complaint(
                 "ranks",
                 "no answer from another rank",
                 f"It failed, hangs, or cannot be reached: {cause}",
                 "Look for its own message",
             )
-        names = " and ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
-        return complaint(
-            names,
-            "no answer",
-            f"The process has ended: {cause}",
-            "Its own message says why; there is none if it was killed, for lack of memory for "
-            "example. Resume from the last checkpoint",
         )
 
-    def _ended(self) -> list[tuple[int, int]]:
-        """Return rank and process id of those ranks on this machine that have ended."""
-        if not self.processes:
-            return []
-        machine = self.processes[self.launch.rank].machine
-        deadline = time.monotonic() + _LOOK_S
-        while True:
-            gone = [
-                (rank, process.pid)
-                for rank, process in enumerate(self.processes)
-                if rank != self.launch.rank and process.machine == machine and process.has_ended()
-            ]
-            # Connections break a moment before the process is gone.
-            if gone or time.monotonic() > deadline:
-                return gone
-            time.sleep(0.05)
+    def _tell(self, text: str) -> None:
+        _write(f"[{self.where()}] {text}")
 
 
 def _first_sentence(error: Exception) -> str:

@@ -23,7 +23,7 @@ from megatron.config import RunConfig
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.registry import resolve
 from megatron.core.errors import MeshError, complaint
-from megatron.core.mesh import Axis, ParallelState
+from megatron.core.mesh import ParallelState
 from megatron.core.tensor_parallel.mappings import gather_objects
 
 
@@ -44,27 +44,39 @@ class Process:
     Attributes:
         machine: Processes with the same text can see each other.
         pid: Process id.
+        label: The rank and its place in the mesh.
     """
 
     machine: str
     pid: int
+    label: str = ""
 
     @classmethod
-    def own(cls) -> Process:
+    def own(cls, label: str = "") -> Process:
         """This process."""
         # In containers of one machine the same process id means different processes.
         space = Path("/proc/self/ns/pid")
         return cls(
-            f"{socket.gethostname()} {space.readlink() if space.exists() else ''}", os.getpid()
+            f"{socket.gethostname()} {space.readlink() if space.exists() else ''}",
+            os.getpid(),
+            label,
         )
 
     def has_ended(self) -> bool:
         """Whether this process, which must be of this machine, is no more."""
+        state = self._state()
+        # Without /proc nothing is known.
+        return state in "ZX" if state else Path("/proc/self").exists()
+
+    def is_stopped(self) -> bool:
+        """Whether this process, which must be of this machine, was stopped by a signal."""
+        return self._state() in ("T", "t")
+
+    def _state(self) -> str:
         try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
-            return Path("/proc/self").exists()  # without it nothing is known
-        return state in "ZX"
+            return ""
 
 
 @dataclass(frozen=True)
@@ -231,9 +243,11 @@ def _join(cfg: RunConfig, launch: Launch, device: torch.device) -> None:
         ) from error
 
 
-def _introduce(world: Axis) -> tuple[Process, ...]:
+def _introduce(mesh: ParallelState) -> tuple[Process, ...]:
     """Exchange the ranks' processes, so that one that vanishes can be named."""
-    return tuple(gather_objects(Process.own(), world)) if world.size > 1 else ()
+    if mesh.world.size == 1:
+        return ()
+    return tuple(gather_objects(Process.own(mesh.label()), mesh.world))
 
 
 def _seed(cfg: RunConfig, device: torch.device) -> None:
@@ -286,5 +300,5 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
     # A terminal shows lines as they come; a pipe to a log file must not hold them back either.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)
-    processes = _introduce(mesh.world)
+    processes = _introduce(mesh)
     return Runtime(cfg, mesh, backend, reason, device, launch, started, processes, tp_overlap)

@@ -181,7 +181,7 @@ def test_a_rank_that_dies(layout, number):
     (line,) = [m for m in messages(done.out) if "got no answer" in m]
     # The action is there unless the loss was noticed between two of them.
     where = r"\[rank 0 .*, iteration \d+(, \S+)?\]"
-    assert re.match(rf"{where} rank 1 \(process {pid}\): got", line), line
+    assert re.match(rf"{where} rank 1 tp\d pp\d dp\d \(process {pid}\): got", line), line
 
 
 def test_ctrl_c_leaves_without_a_traceback():
