@@ -1,4 +1,4 @@
-"""Under the real launcher: one rank dies, stops or hangs, and the whole job ends and says who it was.
+"""Under the real launcher: a rank dies, stops or hangs, and the whole job ends and says which one.
 
 The jobs run side by side, because most of their time is waiting: for the time limit of a collective
 and, with a stopped process, for the launcher, which gives it half a minute to end by itself.
@@ -130,8 +130,8 @@ def alive(pid):
 SAYS = {
     "dies": r"The process has ended",
     "is stopped": rf"Timed out waiting {LIMIT_S}000ms .*it is stopped, as by SIGSTOP",
-    "sleeps in forward": r"Timed out .*still at work: rank 1 .*, iteration 3, 0F\d, hanging\.py:\d+ "
-    r"in never_ending",
+    "sleeps in forward": r"Timed out .*still at work: rank 1 .*, iteration 3, 0F\d, "
+    r"hanging\.py:\d+ in never_ending",
 }
 PLACE = {"dies": "tp1 pp0 dp0", "is stopped": "tp0 pp1 dp0", "sleeps in forward": "tp1 pp0 dp0"}
 
