@@ -13,7 +13,8 @@ copies of it at once, which is what the machine allows at most; `tp` is TP with 
 parallelism; `tp_overlap` the same with --tp-comm-overlap. All have the same batch, so `one / tp` is
 the speedup. On a CPU the transport uses the same cores as the arithmetic: hidden is only the
 waiting. CPU time is that of the busiest rank, transport included; on a machine that others use,
-read the ratios of CPU time.
+read the ratios of CPU time. `waiting` are the ms in which the rank that waits most had nothing else
+to do than wait for messages of other ranks.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron.config import RunConfig, make_config
+from megatron.core import wire
 from megatron.core.datasets.batch import Batch
 from megatron.training.initialize import Launch, start
 from megatron.training.providers import setup_model
@@ -53,6 +55,21 @@ class RandomTokens:
         positions = torch.arange(cfg.seq_length).expand(cfg.micro_batch_size, -1)
         mask = torch.ones(cfg.micro_batch_size, cfg.seq_length)
         return Batch(window[:, :-1], window[:, 1:], mask, positions)
+
+
+class Waiting:
+    """Seconds that this rank has spent waiting for messages between tensor-parallel ranks."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        wait = wire.Swap.wait
+
+        def timed(swap: wire.Swap) -> None:
+            before = time.perf_counter()
+            wait(swap)
+            self.total += time.perf_counter() - before
+
+        wire.Swap.wait = timed  # type: ignore[method-assign]
 
 
 def configuration(args: argparse.Namespace, world_size: int, fields: dict[str, Any]) -> RunConfig:
@@ -83,7 +100,7 @@ def measure(
     rank: int, world_size: int, args: argparse.Namespace, names: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, float]]:
     """Run the contenders in turn; return median seconds and last loss by name."""
-    steps = {}
+    steps, waiting = {}, Waiting()
     for name, fields in names.items():
         size = world_size if fields.get("tensor_model_parallel_size", 1) > 1 else 1
         cfg = configuration(args, size, fields)
@@ -96,17 +113,23 @@ def measure(
         for name, step in steps.items():
             if world_size > 1:
                 dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall, cpu, waited = time.perf_counter(), time.process_time(), waiting.total
             losses[name] = step.run(iteration, (iteration - 1) * args.batch).loss
-            seconds = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu])
+            seconds = torch.tensor(
+                [
+                    time.perf_counter() - wall,
+                    time.process_time() - cpu,
+                    waiting.total - waited,
+                ]
+            )
             if world_size > 1:
                 dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             if iteration > 1:  # the first one warms up
                 spent[name].append(seconds.tolist())
     found = {}
     for name, pairs in spent.items():
-        wall, cpu = (statistics.median(times) for times in zip(*pairs, strict=True))
-        found[name] = {"s": wall, "cpu_s": cpu, "loss": losses[name]}
+        wall, cpu, waited = (statistics.median(times) for times in zip(*pairs, strict=True))
+        found[name] = {"s": wall, "cpu_s": cpu, "waiting_s": waited, "loss": losses[name]}
     return found
 
 
@@ -174,12 +197,13 @@ def main() -> None:
     found = run(1, args, {"one": {}}) | run(args.ranks, args, contenders(args))
     base = found["one"]
     header = f"{'contender':14}{'ms a step':>10}{'tokens/s':>10}{'one / it':>10}"
-    print(f"{header}{'cpu ms':>10}{'one / it':>10}{'loss':>9}")
+    print(f"{header}{'cpu ms':>10}{'one / it':>10}{'waiting':>10}{'loss':>9}")
     for name, row in found.items():
         print(
             f"{name:14}{row['s'] * 1e3:10.1f}{args.batch * args.seq / row['s']:10.0f}"
             f"{base['s'] / row['s']:10.2f}{row['cpu_s'] * 1e3:10.1f}"
-            f"{base['cpu_s'] / row['cpu_s']:10.2f}{row['loss']:9.4f}"
+            f"{base['cpu_s'] / row['cpu_s']:10.2f}{row['waiting_s'] * 1e3:10.1f}"
+            f"{row['loss']:9.4f}"
         )
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     print(json.dumps({"settings": vars(args), "load": os.getloadavg()[0], "found": found}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 
 import pytest
 import torch
@@ -232,6 +233,24 @@ def orders(rank, world):
 
 def test_products_run_while_messages_travel():
     run_ranks(orders, 2, detail=False)
+
+
+def progress(rank, world):
+    axis = tp_axis(rank, world)
+    local = torch.full((1024, 512), rank + 1.0)
+    out = torch.zeros(world * 1024, 512)
+    steps = mappings.start_gather_steps(local, out, axis)
+    deadline = time.monotonic() + 20
+    while not out.all() and time.monotonic() < deadline:
+        time.sleep(0.01)  # no call that could move anything
+    arrived = bool(out.all())
+    for step in steps:
+        step.wait()
+    return arrived
+
+
+def test_messages_arrive_while_nobody_waits_for_them():
+    assert run_ranks(progress, 2, detail=False) == [True, True]
 
 
 # -- a row-parallel layer's output gradient -------------------------------------------------------
