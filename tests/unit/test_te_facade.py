@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -23,7 +24,7 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
     te_checkpoint,
 )
-from megatron.core.mesh import ParallelState
+from megatron.core.mesh import Axis, ParallelState
 from megatron.core.models.gpt.gpt_layer_specs import gpt_decoder_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import layers
@@ -202,6 +203,24 @@ class TestDirectConstruction:
         assert not isinstance(fc1, TERowParallelGroupedLinear)
         with pytest.raises(MegatronError, match="experts have no bias"):
             TERowParallelGroupedLinear(4, 64, 32, config=config, bias=True)
+
+    def test_userbuffers_of_the_library(self, monkeypatch):
+        """They are set up before the first layer, which may name its own."""
+        fake = FakeTransformerEngine("2.20.2")
+        backend = TransformerEngineBackend(fake.library)
+        monkeypatch.setattr(facade, "resolve", lambda *_: (backend, "a stand-in"))
+        tp = Axis("tp", 2, 0, (0, 1), "tp group")
+        mesh = dataclasses.replace(ParallelState.single(), tp=tp, etp=tp)
+        monkeypatch.setattr(facade.parallel_state, "is_initialized", lambda: True)
+        monkeypatch.setattr(facade.parallel_state, "get_parallel_state", lambda: mesh)
+        overlap = {"sequence_parallel": True, "tp_comm_overlap": True}
+        config = small_config(world_size=2, tensor_model_parallel_size=2, bf16=True, **overlap)
+        TERowParallelLinear(64, 32, config=config, tp_comm_buffer_name="fc2")
+        assert [call.symbol for call in fake.calls] == [
+            "pytorch.initialize_ub",
+            "pytorch.Linear.__init__",
+        ]
+        assert fake.calls[-1].arguments["ub_name"] == "fc2"
 
     def test_two_layers_of_one_configuration_start_differently(self, config):
         first = TEColumnParallelLinear(32, 64, config=config)
