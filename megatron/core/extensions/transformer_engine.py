@@ -331,6 +331,7 @@ class TERowParallelGroupedLinear(_Named):
 
 def _check_grouped(name: str, options: dict[str, Any]) -> None:
     """Drop options of Megatron-Core's experts that can have one value here; refuse others."""
+    options.pop("tp_comm_buffer_name", None)  # their products do not communicate
     for option, only in (("bias", False), ("skip_bias_add", False), ("is_expert", True)):
         got = options.pop(option, only)
         if got != only:

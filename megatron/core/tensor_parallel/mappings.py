@@ -3,9 +3,9 @@
 Every function is the identity on an axis of size 1. Reducing FP8 tensors is an error, since a sum
 of codes means nothing. `part` says in the axis' log what a transfer is for (see `comm_log`).
 
-On a CPU, gathering and reduce-scattering are messages between each two ranks. Of what a linear layer
-moves (0.25 to 2 MiB a rank, 2 and 4 ranks on one machine), gloo's own reduce-scatter took 1.7 to
-2.7 times as long, its gather 0.7 to 1.5 times.
+On a CPU, gathering and reduce-scattering are messages between each two ranks. For what a linear
+layer moves (0.25 to 2 MiB a rank, 2 and 4 ranks on one machine), gloo's own reduce-scatter took 1.7
+to 2.7 times as long, its gather 0.7 to 1.5 times.
 """
 
 from __future__ import annotations
