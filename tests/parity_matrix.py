@@ -53,7 +53,17 @@ LLAMA = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
-MODELS: dict[str, dict[str, Any]] = {"tied": {}, "untied": LLAMA}
+# Weights of the balancing losses are large, so that a wrong factor on one shows in the gradients.
+EXPERTS = LLAMA | {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_layer_freq": "2",
+    "moe_z_loss_coeff": 0.1,
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+    "moe_aux_loss_coeff": [0.5, 0.3],
+}
+MODELS: dict[str, dict[str, Any]] = {"tied": {}, "untied": LLAMA, "experts": EXPERTS}
 # Adam makes a full step of a gradient that is zero up to rounding. So there are no biases of linear
 # layers (that of the keys has such a gradient), and epsilon is above the rounding errors of the
 # others, though far below the gradients themselves.
@@ -78,9 +88,12 @@ class Case:
     pp: int = 1
     cp: int = 1
     dp: int = 1
+    ep: int = 1
+    etp: int = 1
     sp: bool = False
     vpp: int = 1
     schedule: str = "1f1b"
+    dispatcher: str = ""
     distopt: bool = False
     recompute: bool = False
 
@@ -95,10 +108,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        sizes = "".join(f"{a}{n}" for a in ("tp", "pp", "cp", "dp") if (n := getattr(self, a)) > 1)
-        words = [sizes or "one"]
+        axes = ("tp", "pp", "cp", "dp", "ep", "etp")
+        words = ["".join(f"{a}{n}" for a in axes if (n := getattr(self, a)) > 1) or "one"]
         words += ["sp"] * self.sp + ["vpp"] * (self.vpp > 1)
-        words += [self.schedule] * (self.schedule != "1f1b") + ["distopt"] * self.distopt
+        words += [self.schedule] * (self.schedule != "1f1b")
+        words += [self.dispatcher] * bool(self.dispatcher) + ["distopt"] * self.distopt
         return "-".join([self.model, *words, *["recompute"] * self.recompute])
 
     @property
@@ -116,6 +130,12 @@ class Case:
             "use_distributed_optimizer": self.distopt,
             "pipeline_schedule": self.schedule,
         }
+        if self.model == "experts":
+            found |= {
+                "expert_model_parallel_size": self.ep,
+                "expert_tensor_parallel_size": self.etp,
+                "moe_token_dispatcher_type": self.dispatcher,
+            }
         if self.vpp > 1:
             found["num_virtual_stages_per_pipeline_rank"] = self.vpp
         if self.recompute:
@@ -141,16 +161,40 @@ def _variants(case: Case) -> Iterator[Case]:
         yield replace(case, sp=sp, vpp=vpp, schedule=schedule, distopt=distopt, recompute=recompute)
 
 
+def _with_experts(case: Case) -> Iterator[Case]:
+    """Ways to share experts at the sizes of `case`: half of all combinations.
+
+    Of two that differ in one choice only, one is there, so any few choices still occur together.
+    """
+    tokens = case.tp * case.cp * case.dp  # ranks with tokens of their own
+    sizes = (1, 2, 4) if tokens == 4 and case.pp == 1 else (1, 2)
+    for ep, etp in itertools.product(sizes, (1, 2)):
+        if tokens % (ep * etp):
+            continue
+        for variant in _variants(replace(case, model="experts", ep=ep, etp=etp)):
+            if variant.schedule != "1f1b":
+                continue
+            pipelined, shared = variant.vpp > 1, ep > 1
+            if (variant.sp + pipelined + variant.distopt + variant.recompute + shared) % 2:
+                continue
+            turn = (variant.sp + variant.distopt + (etp > 1)) % 2
+            yield replace(variant, dispatcher=("allgather", "alltoall")[turn])
+
+
 def all_cases() -> list[Case]:
     """The whole list, small ones first."""
     found: list[Case] = []
-    for model in MODELS:
-        sizes = list(itertools.product((1, 2), repeat=4))
-        sizes += [tuple(4 if i == axis else 1 for i in range(4)) for axis in range(4)]
-        for tp, pp, cp, dp in sizes:
-            case = Case(model, tp, pp, cp, dp)
-            if case.ranks <= MAX_RANKS:
-                found += _variants(case)
+    sizes = list(itertools.product((1, 2), repeat=4))
+    sizes += [tuple(4 if i == axis else 1 for i in range(4)) for axis in range(4)]
+    for tp, pp, cp, dp in sizes:
+        case = Case("", tp, pp, cp, dp)
+        if case.ranks > MAX_RANKS:
+            continue
+        for model in MODELS:
+            if model == "experts":
+                found += _with_experts(case)
+            else:
+                found += _variants(replace(case, model=model))
     return sorted(found, key=lambda case: case.ranks)
 
 
@@ -272,51 +316,41 @@ FP8 = {
     "min_lr": 0.05,
 }
 FP8_STEPS = 20
-# name -> (settings, ranks, whether every scale of the first step is the same bit by bit). Where
-# sums are taken in another order a maximum may move by a bit; those of the weights and of the first
-# input exist before any sum over ranks.
-FP8_LAYOUTS: dict[str, tuple[dict[str, Any], int, bool]] = {
-    "tp2": ({"tensor_model_parallel_size": 2}, 2, False),
-    "pp2": ({"pipeline_model_parallel_size": 2}, 2, True),
-    "cp2": ({"context_parallel_size": 2}, 2, False),
-    "dp2": ({}, 2, True),
-    "ga2": ({"micro_batch_size": 4}, 1, True),
+# name -> (model, settings, ranks, whether every scale of the first step is the same bit by bit).
+# Where sums are taken in another order a maximum may move by a bit; those of the weights and of the
+# first input exist before any sum over ranks.
+FP8_LAYOUTS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
+    "tp2": ("tied", {"tensor_model_parallel_size": 2}, 2, False),
+    "pp2": ("tied", {"pipeline_model_parallel_size": 2}, 2, True),
+    "cp2": ("tied", {"context_parallel_size": 2}, 2, False),
+    "dp2": ("tied", {}, 2, True),
+    "ep2": ("experts", {"expert_model_parallel_size": 2}, 2, True),
+    "ga2": ("tied", {"micro_batch_size": 4}, 1, True),
 }
 
 
 def check_fp8(name: str) -> str:
     """Return what is wrong with the scales or losses of a layout, empty if nothing is."""
-    settings, ranks, bitwise = FP8_LAYOUTS[name]
-    expected = _fp8(1)
-    ours = _fp8(ranks, **settings)
+    model, settings, ranks, bitwise = FP8_LAYOUTS[name]
+    expected = _fp8_alone(model)
+    ours = run_layout(FP8 | MODELS[model] | settings, ranks, FP8_STEPS)[0]
+    first_layer = "decoder.layers.0.self_attention.linear_qkv"
     moved = different(ours, expected)
     early = {
         (path, key, column)
         for path, key, column in moved
-        if (key.endswith("fwd") and column == 1)
-        or (
-            path.endswith("layers.0.self_attention.linear_qkv")
-            and key.endswith("fwd")
-            and not column
-        )
+        if key.endswith("fwd") and (column == 1 or (path == first_layer and column == 0))
     }
-    far = different(ours, expected, rtol=1e-6)
-    error = mean_error(ours, expected)
-    wrong = early or far or (bitwise and moved)
+    wrong = early or different(ours, expected, rtol=1e-6) or (moved if bitwise else set())
     if wrong:
         return f"scales differ: {sorted(wrong)[:3]}"
+    error = mean_error(ours, expected)
     return f"mean loss differs by {error:.1e}" if error >= 1e-3 else ""
 
 
 @cache
-def _fp8_alone() -> Outcome:
-    return run_layout(FP8, 1, FP8_STEPS)[0]
-
-
-def _fp8(ranks: int, **settings: Any) -> Outcome:
-    if ranks == 1 and not settings:
-        return _fp8_alone()
-    return run_layout(FP8 | settings, ranks, FP8_STEPS)[0]
+def _fp8_alone(model: str) -> Outcome:
+    return run_layout(FP8 | MODELS[model], 1, FP8_STEPS)[0]
 
 
 # -- the whole list -----------------------------------------------------------------------------

@@ -41,6 +41,11 @@ _NEUTRAL: tuple[tuple[str, Any, str], ...] = (
     ("attention_dropout", 0.0, "random numbers differ between layouts on purpose"),
     ("moe_input_jitter_eps", None, "random numbers differ between layouts on purpose"),
     ("moe_router_force_load_balancing", False, "random numbers differ between layouts on purpose"),
+    (
+        "fp8_amax_reduction",
+        "tp-cp-dp",
+        "scales that ranks do not share depend on how many there are",
+    ),
     ("optimizer", "sgd", "Adam hides errors of scale"),
     ("sgd_momentum", 0.0, "plain gradient descent shows errors of scale"),
     ("clip_grad", 0.0, "clipping hides errors of scale"),
@@ -379,6 +384,9 @@ def overridden(model: Model, wanted: Mapping[str, str]) -> Model:
         model: The shrunk model.
         wanted: Values as they are written.
     """
+    values = dict(wanted)
+    if "seq_length" in wanted and "max_position_embeddings" not in wanted:
+        values["max_position_embeddings"] = wanted["seq_length"]
     return model.with_changes(
-        Change(name, model.fields.get(name), value, "as asked") for name, value in wanted.items()
+        Change(name, model.fields.get(name), value, "as asked") for name, value in values.items()
     )
