@@ -109,9 +109,8 @@ def saved_settings(common: Mapping[str, Any]) -> dict[str, Any]:
 
 def stacking_of(cfg: RunConfig) -> schema.Stacking:
     """Return which tensors of this run's model are stored together, as Megatron-Core decides it."""
-    experts = getattr(cfg, "num_experts", None)
-    differ = experts is not None and getattr(cfg, "moe_layer_freq", "1") != "1"
-    return schema.Stacking(cfg.num_layers, experts or 0, differ)
+    differ = cfg.num_experts is not None and cfg.moe_layer_freq != "1"
+    return schema.Stacking(cfg.num_layers, cfg.num_experts or 0, differ)
 
 
 def differences(saved: Mapping[str, Any], cfg: RunConfig) -> dict[str, tuple[Any, Any]]:

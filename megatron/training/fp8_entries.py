@@ -47,8 +47,7 @@ class Places:
         """Return the places of a rank."""
         axis = {"tp": mesh.dp_cp, "tp-cp": mesh.dp}.get(cfg.fp8_amax_reduction)
         alone = mesh.edp.rank if cfg.fp8_amax_reduction == "tp" else 0
-        experts = getattr(cfg, "num_experts", None) or 0
-        return cls(axis.rank if axis is not None else 0, alone, experts)
+        return cls(axis.rank if axis is not None else 0, alone, cfg.num_experts or 0)
 
     def prefix(self, path: str) -> str:
         """Return what precedes a tensor's path in its key."""

@@ -255,8 +255,8 @@ TP2 = {"tp": 2}
 # By number of ranks; the rest is DP. ETP is TP where it is not given.
 LAYOUTS = {
     1: [{}],
-    2: [TP2, {}, {"ep": 2}],
-    4: [TP2, {"ep": 4}, {"ep": 2, "etp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "ep": 2}],
+    2: [TP2, {"ep": 2}],
+    4: [{"ep": 4}, {"ep": 2, "etp": 2}, {"tp": 2, "ep": 2, "etp": 1}],
 }
 
 

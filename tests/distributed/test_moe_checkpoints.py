@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.training.parity.ranks import compile_kernels
 from tests.distpool import run_ranks
-from tests.parity import _compile_kernels
 from tests.trained_parts import advance, build, content, make_checkpoint, pass_on, resume, weights
 
 EXPERTS = {
@@ -67,7 +67,7 @@ def test_overlap_changes_nothing():
 
 @pytest.mark.parametrize("model", [EXPERTS, MIXED], ids=["alike", "mixed"])
 def test_state_passes_through_every_layout_unchanged(tmp_path, model):
-    _compile_kernels()
+    compile_kernels()
     settings = {**model, **FP8}
     layouts = [
         (4, {**TP2, **EP2, **ETP1, **ZERO}),
@@ -107,5 +107,5 @@ def test_state_passes_through_every_layout_unchanged(tmp_path, model):
 )
 def test_resuming_is_bitwise(tmp_path, world, fields):
     if "fp8_format" in fields:
-        _compile_kernels()
+        compile_kernels()
     assert run_ranks(resume, world, tmp_path, detail=False, **fields) == [(True, True)] * world

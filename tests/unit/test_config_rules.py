@@ -292,6 +292,18 @@ REFUSED_ON_A_MESH = [
         "--num-distributed-optimizer-instances",
         ["2 with 3 replicas", "a divisor of 3"],
     ),
+    (
+        4,
+        {
+            "num_distributed_optimizer_instances": 2,
+            "use_distributed_optimizer": True,
+            "num_experts": 4,
+            "expert_model_parallel_size": 4,
+            "add_bias_linear": False,
+        },
+        "--num-distributed-optimizer-instances",
+        ["2 with 1 replicas of each expert", "a divisor of 1"],
+    ),
     (3, CP2, "--tensor-model-parallel-size", ["1, 1 and 2 on 3 processes"]),
     (2, {**CP2, "seq_length": 30}, "--seq-length", ["30 and 2", "two of 4", "28 or 32"]),
     (
