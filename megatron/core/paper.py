@@ -17,3 +17,11 @@ def number(x: torch.Tensor) -> float:
 def numbers(x: torch.Tensor) -> list[float]:
     """The values of a vector; ones on paper."""
     return [1.0] * x.numel() if x.is_meta else [float(value) for value in x.tolist()]
+
+
+def counts(x: torch.Tensor, total: int) -> list[int]:
+    """The values of a vector of counts; on paper about equal parts of `total`."""
+    if not x.is_meta:
+        return [int(value) for value in x.tolist()]
+    share, rest = divmod(total, x.numel())
+    return [share + (index < rest) for index in range(x.numel())]

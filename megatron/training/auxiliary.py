@@ -12,6 +12,7 @@ from megatron.config import RunConfig
 from megatron.config.moe import auxiliary_losses, moe_layers
 from megatron.core.comm_log import LOSS
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.paper import number
 from megatron.core.tensor_parallel.mappings import all_reduce_
 from megatron.core.transformer.moe.losses import LOG_NAMES
 from megatron.core.transformer.moe.router import Router
@@ -70,7 +71,7 @@ class MoeStep:
         if local_tokens is not None:
             tokens = all_reduce_(local_tokens.double().reshape(1), self._mesh.dp_cp, part=LOSS)
             microbatches = self._cfg.num_microbatches * self._mesh.dp.size
-            scale *= max(float(tokens.item()), 1.0) / microbatches
+            scale *= max(number(tokens), 1.0) / microbatches
         self._state.start(scale)
 
     def finish(self, taken: bool) -> MoeReport:
@@ -90,7 +91,7 @@ class MoeStep:
         if taken:
             for router in self._routers:
                 router.move_bias(loads[router.layer])
-        return self._report(losses.cpu(), loads.cpu())
+        return MoeReport() if both.is_meta else self._report(losses.cpu(), loads.cpu())
 
     def _report(self, losses: torch.Tensor, loads: torch.Tensor) -> MoeReport:
         each = losses[:, self._layers] / (self._cfg.num_microbatches * self._mesh.dp.size)

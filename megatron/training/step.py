@@ -75,10 +75,10 @@ class Batches:
         self._consumed = consumed_samples
         self._kept.clear()
 
-    def count_tokens(self, num_microbatches: int) -> torch.Tensor:
+    def count_tokens(self, microbatches: Sequence[int]) -> torch.Tensor:
         """Return the unmasked tokens of all microbatches; they are read now and kept for later."""
         masks = []
-        for microbatch in range(num_microbatches):
+        for microbatch in microbatches:
             masks.append(self.get(microbatch, last_use=False).loss_mask.sum())
         return torch.stack(masks).sum()
 
@@ -167,7 +167,7 @@ class TrainStep:
         self.parts = parts
         self._mesh, self._device = runtime.mesh, runtime.device
         self._batches = Batches(source, runtime)
-        self._batch_size, self._num_microbatches = int(cfg.global_batch_size), cfg.num_microbatches
+        self._batch_size = int(cfg.global_batch_size)
         self._moe = MoeStep(cfg, runtime, parts.model) if cfg.num_experts is not None else None
         # FP16 overflows on purpose while the loss scale is found, so it always skips.
         self._skip_non_finite = bool(cfg.check_for_nan_in_loss_and_grad or cfg.fp16)
@@ -179,6 +179,9 @@ class TrainStep:
             parts.weight_grads,
         )
         self._actions = actions or checked_schedule(cfg)[self._mesh.pp.rank]
+        self._microbatches = sorted(
+            {a.microbatch for a in self._actions if a.microbatch is not None}
+        )
         self._last_backward = [a for a in self._actions if a.op is Op.B][-1]
         self.iteration = 0
         # [tokens, loss] summed over this rank's microbatches, later over the whole batch.
@@ -204,7 +207,7 @@ class TrainStep:
         if self._moe is not None:
             tokens = None
             if self._moe.needs_tokens:
-                tokens = self._batches.count_tokens(self._num_microbatches)
+                tokens = self._batches.count_tokens(self._microbatches)
             self._moe.start(tokens, self.parts.optimizer.backward_scale)
         self._runner.run(self._actions)
         skip = self._skip_non_finite and not math.isfinite(self._loss)

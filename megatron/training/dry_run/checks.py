@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ from megatron.core.dist_checkpointing import schema
 from megatron.core.dist_checkpointing.shard import Sharded, volume
 from megatron.core.errors import CheckpointError, DataError, MeshError, complaint
 from megatron.core.mesh import AMAX_REDUCTIONS, MeshSizes, ParallelState, groups_of
-from megatron.core.shards import FlatRange
+from megatron.core.shards import FlatRange, is_expert
 from megatron.training.checkpoint_config import stacking_of
 from megatron.training.dry_run.trace import PaperRank
 
@@ -156,7 +158,7 @@ def check_checkpoint(stages: Sequence[PaperRank], different: Iterable[PaperRank]
 
     The model's tensors are looked at on all ranks. What replicas store of the optimizer is compared
     with the parameters it belongs to, on ranks that differ in more than in a layer's number, at the
-    first and the last place along the tensor-parallel axis: the others' blocks are the same ones,
+    first and the last place along the axes that split layers: the others' blocks are the same ones,
     moved. Of the optimizer the masters count; moments are cut like them.
 
     Args:
@@ -170,7 +172,8 @@ def check_checkpoint(stages: Sequence[PaperRank], different: Iterable[PaperRank]
     blocks, sums = _Blocks(), _Sums()
     for rank in stages:
         for mesh in _places(rank.mesh):
-            blocks.add(schema.model_state(rank.parts.model, mesh, stacking))
+            with _as_expert_rank(rank, mesh.ep.rank):
+                blocks.add(schema.model_state(rank.parts.model, mesh, stacking))
     for key, shape in blocks.shapes.items():
         sums.compare(key, shape, [((0,) * len(shape), shape)], blocks.of[key])
     tied: dict[str, set[Block]] = {}
@@ -189,15 +192,35 @@ def _kinds(rank: PaperRank) -> tuple[str, ...]:
 
 
 def _places(mesh: ParallelState) -> list[ParallelState]:
-    """Return the meshes of ranks that hold other parts of the same layers."""
-    return [
-        replace(
-            mesh,
-            tp=replace(mesh.tp, rank=index % mesh.tp.size),
-            etp=replace(mesh.etp, rank=index % mesh.etp.size),
-        )
-        for index in range(max(mesh.tp.size, mesh.etp.size))
-    ]
+    """Return the meshes of ranks that hold other parts of the same layers.
+
+    First those that differ in `tp`, then those that differ in their experts, the last of both last.
+    """
+
+    def at(tp: int, etp: int, ep: int) -> ParallelState:
+        ranks = {"tp": tp, "etp": etp, "ep": ep}
+        axes = {name: replace(getattr(mesh, name), rank=rank) for name, rank in ranks.items()}
+        return replace(mesh, **axes)
+
+    last = mesh.tp.size - 1
+    dense = [at(rank, mesh.etp.rank, mesh.ep.rank) for rank in range(mesh.tp.size)]
+    experts = [at(last, etp, ep) for etp in range(mesh.etp.size) for ep in range(mesh.ep.size)]
+    return [*dense, *experts]
+
+
+@contextmanager
+def _as_expert_rank(rank: PaperRank, place: int) -> Iterator[None]:
+    """Number the experts of a rank as another expert-parallel rank does."""
+    experts: list[Any] = [p for p in rank.parts.model.parameters() if is_expert(p)]
+    local = getattr(rank.config, "num_experts", None) or 0
+    shift = (place - rank.mesh.ep.rank) * (local // rank.mesh.ep.size)
+    for param in experts:
+        param.expert_index += shift
+    try:
+        yield
+    finally:
+        for param in experts:
+            param.expert_index -= shift
 
 
 def _check_copies(rank: PaperRank, masters: _Blocks, tied: dict[str, set[Block]]) -> None:
@@ -215,12 +238,14 @@ def _check_masters(
 ) -> _Blocks:
     """Check that replicas of a rank store each of its parameters' masters once."""
     masters, model = _Blocks(), rank.parts.model
-    for named, owned in _masters(rank):
-        masters.add(schema.optimizer_state(named, model, mesh, stacking, owned), copies=False)
     whole = [
         (name, {"param": param}) for name, param in model.named_parameters() if param.requires_grad
     ]
-    for key, shard in schema.optimizer_state(whole, model, mesh, stacking).items():
+    with _as_expert_rank(rank, mesh.ep.rank):
+        for named, owned in _masters(rank):
+            masters.add(schema.optimizer_state(named, model, mesh, stacking, owned), copies=False)
+        wanted_state = schema.optimizer_state(whole, model, mesh, stacking)
+    for key, shard in wanted_state.items():
         wanted = [(piece.offset, tuple(piece.local.shape)) for piece in shard.pieces]
         sums.compare(key, tuple(shard.size()), wanted, masters.of.get(key, []))
     return masters

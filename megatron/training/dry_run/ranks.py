@@ -7,7 +7,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.config import RunConfig
+from megatron.core.distributed.buffers import GradBuffer
 from megatron.core.fp8 import PrecisionRow
+from megatron.core.mesh import MeshSizes, groups_of
 from megatron.core.pipeline_parallel.layout import checked_schedule
 from megatron.training.communication import Row
 from megatron.training.dry_run.footprint import Footprint, footprint, optimizer_bytes
@@ -85,7 +87,7 @@ class World:
         self._examples = sorted(first.values())
         self.different = [self.stages[i] for i in self._examples]
         self._traces: dict[Hashable, Trace] = {}
-        self._optimizer: dict[Hashable, list[dict[int, int]]] = {}
+        self._optimizer: dict[Hashable, set[int]] = {}
 
     def trace(self, pipeline_rank: int) -> Trace:
         """Run a rank of that pipeline rank through a step, or one that holds the same."""
@@ -117,12 +119,18 @@ class World:
             alike.setdefault(self.trace(number).communication(actions), []).append(number)
         return [(tuple(numbers), rows) for rows, numbers in alike.items()]
 
-    def _optimizer_bytes(self, pipeline_rank: int) -> list[dict[int, int]]:
+    def _optimizer_bytes(self, pipeline_rank: int) -> set[int]:
         """What the optimizers of all replicas keep; the same for ranks that hold the same."""
         content = self._content[pipeline_rank]
         if content not in self._optimizer:
             parts = self.stages[pipeline_rank].parts
-            self._optimizer[content] = optimizer_bytes(parts, self.config)
+            own = optimizer_bytes(parts, self.config)
+            places = [_places(self.config, buffer) for buffer in parts.ddp.buffers_by_axis]
+            together = set(zip(*places, strict=True))
+            self._optimizer[content] = {
+                sum(sizes[place] for sizes, place in zip(own, each, strict=True))
+                for each in together
+            }
         return self._optimizer[content]
 
     def _describe(self, number: int) -> RankClass:
@@ -133,12 +141,24 @@ class World:
             pipeline_ranks=(),
             ranks=self.config.world_size // len(self.stages),
             parameters=sum(p.numel() for p in rank.parts.model.parameters()),
-            kept=replace(kept, optimizer=sum(max(own.values()) for own in optimizer)),
-            least_optimizer=sum(min(own.values()) for own in optimizer),
+            kept=replace(kept, optimizer=max(optimizer)),
+            least_optimizer=min(optimizer),
             cached_bytes=trace.cached_bytes,
             peak=trace.peak(actions),
             communication=trace.communication(actions),
         )
+
+
+def _places(cfg: RunConfig, buffer: GradBuffer) -> list[int]:
+    """Return the place of every rank of the run among those that share a buffer's optimizer."""
+    sizes = MeshSizes.from_config(cfg, cfg.world_size)
+    found = [0] * sizes.world
+    if buffer.sharded:
+        token = buffer.axis.name.removesuffix("-inner")
+        for group in groups_of(token, sizes.as_dict(), sizes.order):
+            for place, rank in enumerate(group):
+                found[rank] = place % buffer.axis.size
+    return found
 
 
 def _content(rank: PaperRank) -> Hashable:

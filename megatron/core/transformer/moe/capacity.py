@@ -53,7 +53,7 @@ def drop_beyond(
     if policy == "probs":
         order = _whole_sequence(weights, mesh).reshape(-1).argsort(descending=True, stable=True)
     order = order[chosen[order].argsort(stable=True)]  # by expert, the dearest first
-    counts = torch.bincount(chosen, minlength=num_experts + 1)
+    counts = chosen.new_zeros(num_experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
     first = counts.cumsum(0) - counts
     place = torch.arange(chosen.numel(), device=chosen.device) - first[chosen[order]]
     kept = torch.empty_like(chosen, dtype=torch.bool)

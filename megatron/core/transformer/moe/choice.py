@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.mesh import Axis
+from megatron.core.paper import number
 from megatron.core.tensor_parallel.mappings import all_reduce
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def sinkhorn(
         row = 1.0 / (tokens * (cost @ column)).clamp(min=tiny)
         share = all_reduce(row @ cost, axis)
         before, column = column, 1.0 / (experts * share).clamp(min=tiny)
-        if (column - before).abs().mean() <= tolerance:
+        if number((column - before).abs().mean()) <= tolerance:
             break
     return cost * column * row.unsqueeze(1)
 

@@ -110,7 +110,7 @@ class AllGatherDispatcher:
     """
 
     def __init__(self, mesh: ParallelState, num_experts: int) -> None:
-        self.axis = mesh.ep_etp
+        self.axis, self.num_experts = mesh.ep_etp, num_experts
         self.local = num_experts // mesh.ep.size
         self.first = mesh.ep.rank * self.local
 
@@ -120,7 +120,8 @@ class AllGatherDispatcher:
         weights = gather_along_first_dim(routing.weights, self.axis)
         experts = all_gather(routing.experts, self.axis)
         fill = None if fill is None else fill * self.axis.size
-        plan = plan_rows(experts, self.first, self.first + self.local, fill)
+        last = self.first + self.local
+        plan = plan_rows(experts, self.first, last, fill, self.num_experts)
         return Dispatched(to_rows(tokens, plan), plan.counts, weights_of_rows(weights, plan), plan)
 
     def combine(self, results: Tensor, dispatched: Dispatched) -> Tensor:
@@ -173,7 +174,9 @@ class AllToAllDispatcher:
             fill: The number if it is the same for all, so that nobody has to be asked.
             device: Where the rows are.
         """
-        counts = torch.tensor(own, device=device).repeat(self.both.size)
+        # On paper, where others send what this rank sends, these numbers are real all the same.
+        counts = torch.tensor(own, device="cpu" if device.type == "meta" else device)
+        counts = counts.repeat(self.both.size)
         if fill is None:
             wire.all_gather(counts, counts[: self.num_experts].clone(), self.both)
         # [sending rank, its place among those that share an expert, receiving rank, its expert]

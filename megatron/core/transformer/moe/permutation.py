@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core import paper
+
 
 @dataclass(frozen=True)
 class RowPlan:
@@ -41,7 +43,11 @@ class RowPlan:
 
 @torch.no_grad()
 def plan_rows(
-    experts: Tensor, first: int, last: int, rows_per_expert: int | None = None
+    experts: Tensor,
+    first: int,
+    last: int,
+    rows_per_expert: int | None = None,
+    num_experts: int | None = None,
 ) -> RowPlan:
     """Sort the slots of some experts: by expert, then by token.
 
@@ -50,13 +56,14 @@ def plan_rows(
         first: The first expert asked for.
         last: The expert after the last one.
         rows_per_expert: Fill the rows of each expert up to this number.
+        num_experts: Experts of the layer, default `last`; on paper each is chosen equally often.
     """
     count, slots = last - first, experts.numel()
     local = experts.reshape(-1) - first
     local = torch.where((local >= 0) & (local < count), local, count)
     counts = torch.zeros(count + 1, dtype=torch.long, device=experts.device)
     counts = counts.scatter_add_(0, local, torch.ones_like(local))[:count]
-    rows_of = counts.tolist()
+    rows_of = paper.counts(counts, slots * count // (num_experts or last))
     num_rows = sum(rows_of)
     slot_of_row = local.argsort(stable=True)[:num_rows]
     place = torch.arange(num_rows, device=experts.device)
