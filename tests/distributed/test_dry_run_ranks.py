@@ -27,6 +27,10 @@ LLAMA = {
     "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope",
     "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "ffn_hidden_size": 48,
 }  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "moe_layer_freq": "[0,1]",
+    "expert_model_parallel_size": 2,
+}  # fmt: skip
 LAYOUTS = {
     "dp2 fp32": (2, ADAM),
     "dp2 zero": (2, ZERO),
@@ -42,6 +46,8 @@ LAYOUTS = {
     "dp2 pp2 zero tied": (4, {**PP2, **COMPACT}),
     "dp2 fp8 moments": (2, {**COMPACT, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8",
                             "ddp_bucket_size": 3000}),
+    "ep2 dp2 zero": (4, {**ZERO, **EXPERTS, "swiglu": True}),
+    "ep2 etp2": (4, {**TP2, **BF16, **EXPERTS, "expert_tensor_parallel_size": 2}),
     "two instances": (4, {**ZERO, "num_distributed_optimizer_instances": 2}),
 }  # fmt: skip
 
@@ -86,7 +92,7 @@ def test_what_a_rank_keeps_to_the_byte(real, name):
         assert total == kept.optimizer
 
 
-@pytest.mark.parametrize("name", ["dp4 zero", "dp2 pp2 zero tied"])
+@pytest.mark.parametrize("name", ["dp4 zero", "dp2 pp2 zero tied", "ep2 dp2 zero"])
 def test_classes_name_the_largest_and_the_smallest(real, name):
     for one in World(config(name)).classes():
         kept = [k for k, _, stage in real[name] if stage in one.pipeline_ranks]

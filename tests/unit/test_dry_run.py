@@ -232,6 +232,28 @@ class TestCheckpointBlocks:
         parallel = ("use_distributed_optimizer", *(n for n in self.FIELDS if "parallel" in n))
         return {k: v for k, v in {**self.FIELDS, **fields}.items() if k not in parallel}
 
+    @pytest.mark.parametrize("etp", [1, 2])
+    def test_experts(self, etp):
+        experts = {
+            "num_experts": 8, "moe_router_topk": 2, "add_bias_linear": False,
+            "expert_model_parallel_size": 4, "expert_tensor_parallel_size": etp,
+        }  # fmt: skip
+        world = self.world(**experts)
+        stored = checks.check_checkpoint(world.stages, world.different)
+        alone = {**experts, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+        whole = sum(p.numel() for p in setup_model_of(small(**self.only_the_model(alone))))
+        assert stored.parameters == whole
+        indices = {
+            param: param.expert_index
+            for param in world.stages[0].parts.model.parameters()
+            if hasattr(param, "expert_index")
+        }
+        assert set(indices.values()) == {0, 1}  # as before
+        param = next(iter(indices))
+        param.expert_index = 1
+        with pytest.raises(CheckpointError, match="experts"):
+            checks.check_checkpoint(world.stages, world.different)
+
     def test_a_parameter_that_is_cut_along_the_wrong_dimension(self):
         world = self.world()
         weight = dict(world.stages[0].parts.model.named_parameters())[

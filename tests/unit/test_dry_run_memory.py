@@ -24,6 +24,10 @@ LLAMA = {
     "add_bias_linear": False, "group_query_attention": True, "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
+EXPERTS = {
+    **LLAMA, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 256,
+    "moe_shared_expert_intermediate_size": 128, "moe_layer_freq": "([0]*1+[1]*3)",
+}  # fmt: skip
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 2}
 # Kernels of an accelerator keep one number a row and head more than those of a CPU, and the batch
 # itself counts on paper: a hundredth of the smallest of these models.
@@ -65,8 +69,9 @@ def paper_peak(cfg):
         {**LLAMA, "recompute_granularity": "selective"},
         {**FULL, "recompute_method": "uniform"},
         {**FULL, "recompute_method": "block"},
+        EXPERTS,
     ],
-    ids=["gpt", "fp32", "no dropout", "llama", "selective", "uniform", "block"],
+    ids=["gpt", "fp32", "no dropout", "llama", "selective", "uniform", "block", "experts"],
 )
 def test_activations(fields):
     cfg = make_config(**{**MODEL, **fields})
