@@ -69,6 +69,11 @@ ON_FOUR = {
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
     },
+    "cp4 a2a+p2p": {
+        "context_parallel_size": 4,
+        "cp_comm_type": ("a2a+p2p",),
+        "hierarchical_context_parallel_sizes": (2, 2),
+    },
     "dp2 cp2": {**CP2, **FP8},
     "dp2 cp2 tp-cp": {**CP2, **FP8, "fp8_amax_reduction": "tp-cp"},
 }
