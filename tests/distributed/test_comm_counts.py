@@ -121,7 +121,9 @@ def real():
 def test_a_dry_run_counts_what_real_ranks_send(real, name):
     ranks = real[name]
     cfg = config({**ON_TWO, **ON_FOUR}[name], len(ranks))
-    for rank, sent in enumerate(ranks):
+    last = len(ranks) - 1
+    for rank in range(len(ranks)) if cfg.pipeline_model_parallel_size > 2 else (0, last):
+        sent = ranks[rank]
         ((where, expected),) = communication(cfg, rank)
         assert where == (rank,)
         # Whether a signal has come is asked once a step, by the loop around it.
