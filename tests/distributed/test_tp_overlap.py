@@ -31,11 +31,13 @@ from megatron.core.mesh import MeshSizes, ParallelState
 from megatron.core.tensor_parallel import mappings, overlap
 from megatron.core.tensor_parallel.mappings import reduce_scatter_along_first_dim
 from megatron.core.tensor_parallel.overlap import Overlapped
+from tests.contract.test_fp8_linear import scaled_mm_on_cpu
 from tests.small_models import small_config
 
 SEQ, BATCH, IN, OUT = 16, 3, 32, 48
 DELAYED = DelayedScaling(amax_history_len=4)
-RECIPES = {"none": None, "delayed": DELAYED, "tensorwise": Float8CurrentScaling()}
+TENSORWISE = Float8CurrentScaling()
+RECIPES = {"none": None, "delayed": DELAYED, "tensorwise": TENSORWISE}
 SWITCHES = ("ag", "rs", "rs_dgrad", "bulk_dgrad", "bulk_wgrad")
 
 
@@ -65,6 +67,7 @@ def train(
     bias=False,
     draw=integers,
     sizes=(SEQ, BATCH, IN, OUT),
+    hardware=False,
 ):
     """Two steps of one layer whose sequence is split over the ranks.
 
@@ -72,6 +75,7 @@ def train(
     """
     seq, batch, inner, outer = sizes
     state = Fp8State(Fp8Policy(recipe=recipe, wgrad=wgrad), params_dtype=dtype)
+    state.hardware = hardware
     precision = state.for_linear("decoder.layers.0.fc")
     rank, size = axis.rank, axis.size
     full = draw(outer, inner, seed=1).to(dtype)
@@ -122,6 +126,25 @@ def both_ways(rank, world, kind):
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_overlap_is_bitwise(kind, world):
     run_ranks(both_ways, world, kind, detail=False)
+
+
+def other_machines(rank, world, kind):
+    """On a CPU that multiplies bf16, and in the FP8 type as on a GPU."""
+    axis = tp_axis(rank, world)
+    bf16 = {"dtype": torch.bfloat16}
+    cases = [{"recipe": recipe, "hardware": True, **bf16} for recipe in (DELAYED, TENSORWISE)]
+    for case in [*cases, {"recipe": DELAYED, **bf16}, {"recipe": None, **bf16}]:
+        gemm.gemm_dtype = lambda dtype, device: dtype
+        plain = train(axis, kind=kind, transfers=comm.PLAIN, **case)
+        found = train(axis, kind=kind, transfers=Overlapped(rs_dgrad=True), **case)
+        for one, other in zip(plain, found, strict=True):
+            assert torch.equal(one, other), case
+
+
+@pytest.mark.skipif(not scaled_mm_on_cpu(), reason="this torch has no _scaled_mm for CPU")
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_overlap_is_bitwise_on_other_machines(kind):
+    run_ranks(other_machines, 2, kind, detail=False)
 
 
 def random_numbers(rank, world, sizes):
