@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.core.errors import MegatronError, complaint
-from megatron.core.fp8.gemm import Operand, gemm_nt
+from megatron.core.fp8.gemm import Operand, gemm_nt, ready
 from megatron.core.fp8.linear import accumulates, weight_grad
 from megatron.core.fp8.precision import LinearPrecision
 from megatron.core.fp8.recipe import Role
@@ -104,9 +104,10 @@ class _GroupedLinear(torch.autograd.Function):
         dx = grad.new_empty(ctx.shape, dtype=ctx.dtype) if wants_dx else None
         dx_parts = torch.split(dx, ctx.counts) if dx is not None else (None,) * len(ctx.counts)
         operands, weight_grads = _Kept.load(ctx), []
+        soon = ctx.later is None or not ctx.later.is_collecting
         for i, dy in enumerate(torch.split(grad, ctx.counts)):
             weight, precision = ctx.weights[i], ctx.precisions[i]
-            job = _backward(dy, dx_parts[i], operands[i], weight, precision, wants_dw[i])
+            job = _backward(dy, dx_parts[i], operands[i], weight, precision, wants_dw[i], soon)
             weight_grads.append(None if job is None else _now_or_later(job, weight, ctx.later))
         return dx, None, None, None, *weight_grads
 
@@ -142,10 +143,12 @@ def _backward(
     weight: torch.Tensor,
     precision: LinearPrecision,
     wants_dw: bool,
+    soon: bool,
 ) -> Callable[[], torch.Tensor | None] | None:
     """One expert's gradient of its input, into `dx`, and how to compute that of its weight.
 
-    What the forward kept says in which precision it ran.
+    What the forward kept says in which precision it ran. `soon` says that the weight's gradient
+    follows at once, so both products may share a converted operand.
     """
     x, weight_col = operands
     if not dy.shape[0]:
@@ -153,17 +156,20 @@ def _backward(
     rows: Any = dy
     if isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor):
         rows = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)
+    if soon and wants_dw:
+        rows = ready(rows)
     if dx is not None:
         if isinstance(weight_col, QuantizedTensor):
             emulation = precision.state.emulation
             dx.copy_(gemm_nt(rows, weight_col, out_dtype=weight.dtype, emulation=emulation))
         else:
-            dx.copy_(gemm_nt(dy, weight_col.t(), out_dtype=dy.dtype))
+            dx.copy_(gemm_nt(rows, weight_col.t(), out_dtype=dy.dtype))
     if not wants_dw:
         return None
     if isinstance(x, QuantizedTensor):
         return partial(_fp8_weight_grad, rows, x, weight, precision)
-    return partial(_plain_weight_grad, dy, x, weight)
+    plain = dy if isinstance(rows, QuantizedTensor) else rows
+    return partial(_plain_weight_grad, plain, x, weight)
 
 
 def _fp8_weight_grad(
@@ -177,7 +183,7 @@ def _fp8_weight_grad(
 def _plain_weight_grad(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor | None:
-    return weight_grad(dy.to(weight.dtype).t(), x.t(), weight, "fast")
+    return weight_grad(dy.t(), x.t(), weight, "fast")
 
 
 def _now_or_later(
