@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron.core.fp8.grouped import grouped_linear
 from megatron.core.fp8.precision import LinearPrecision, group_meta
-from megatron.core.shards import InitMethod, init_parameter, mark_sharded
+from megatron.core.shards import InitMethod, init_parameter, mark_expert, mark_sharded
 from megatron.core.tensor_parallel.layers import equal_share
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ def prepare_expert_weight(
         dim: Dimension that is split over expert tensor-parallel ranks.
         stride: Number of equal sections stacked along it, each split on its own.
     """
-    weight.allreduce = False  # type: ignore[attr-defined]
-    weight.expert_index = number  # type: ignore[attr-defined]
+    mark_expert(weight, number)
     mark_sharded(weight, dim, stride)
     path = f"{build.at(str(number)).path}.weight"
     init_parameter(weight, build.mesh.etp, init_method, build.config.seed, path)
