@@ -20,6 +20,7 @@ arguments cannot work.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -42,6 +43,7 @@ from megatron.training.parity.judge import BANDS, Comparison
 from megatron.training.providers import saved_config
 
 _COLUMNS = ("loss", "grad norm", "gradients", "weights", "scales")
+INTERRUPTED = 130
 _SHOWN = 6  # diverging parameters of one layout
 
 
@@ -117,17 +119,25 @@ def read_sizes(items: Sequence[str]) -> tuple[bool, dict[str, str]]:
     return "off" not in items, sizes
 
 
-def check_counts(steps: int, timeout: float) -> None:
-    """Refuse numbers that cannot work.
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what cannot work, before anything is trained.
 
     Raises:
-        MegatronError: One of them cannot.
+        MegatronError: Something cannot.
     """
-    if steps < 1:
+    if args.steps < 1:
         why = "Nothing would be trained"
-        raise MegatronError(complaint("--steps", steps, why, "Use at least 1; FP8 needs 2"))
-    if not timeout > 0:
-        raise MegatronError(complaint("--timeout", timeout, "It is a duration", "Give seconds"))
+        raise MegatronError(complaint("--steps", args.steps, why, "Use at least 1; FP8 needs 2"))
+    if not args.timeout > 0:
+        why = "It is a duration"
+        raise MegatronError(complaint("--timeout", args.timeout, why, "Give seconds"))
+    if args.json is not None:
+        try:
+            args.json.touch()
+        except OSError as error:
+            why = f"It cannot be written: {error.strerror}"
+            fix = "Name a file in a folder that exists"
+            raise MegatronError(complaint("--json", args.json, why, fix)) from error
 
 
 # -- output -------------------------------------------------------------------------------------
@@ -243,6 +253,16 @@ def as_json(plan: Plan, results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
+def plain(value: Any) -> Any:
+    """Return a value in JSON's terms, which has neither NaN nor infinity."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    finite = isinstance(value, float) and math.isfinite(value)
+    return value if finite or isinstance(value, int | str | None) else str(value)
+
+
 def run(plan: Plan, timeout: float) -> list[Result]:
     """Train everything, printing each result as it comes."""
     results = []
@@ -266,18 +286,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, tokens = make_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     started = time.monotonic()
     try:
-        check_counts(args.steps, args.timeout)
+        check_arguments(args)
         small, sizes = read_sizes(args.shrink)
         cfg = read_config(tokens)
         plan = prepare(cfg, args.layouts, steps=args.steps, small=small, sizes=sizes)
     except (MegatronError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_ARGUMENTS
-    results = run(plan, args.timeout)
+    try:
+        results = run(plan, args.timeout)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     bad = [result.layout for result in results if not result.inside]
     print(f"\n{legend()}\n\n{conclusion(plan, results, bad)} ({time.monotonic() - started:.0f} s)")
     if args.json is not None:
-        args.json.write_text(json.dumps(as_json(plan, results), indent=1, default=str) + "\n")
+        report = plain(as_json(plan, results))
+        args.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     return 1 if bad else 0
 
 
