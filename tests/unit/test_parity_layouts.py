@@ -11,8 +11,9 @@ from megatron.config.cli import parse
 from megatron.config.moe import auxiliary_losses
 from megatron.config.schema import SPECS
 from megatron.core.errors import MeshError
-from megatron.training.parity.check import prepare
+from megatron.training.parity.check import failure_of, prepare
 from megatron.training.parity.layouts import one_process, parse_layout, usual_layouts
+from megatron.training.parity.ranks import RankError
 from megatron.training.parity.shrink import (
     fits,
     in_fp32,
@@ -234,3 +235,11 @@ def test_samples_of_a_pattern_keep_every_kind():
 def test_every_setting_that_is_dropped_exists():
     cfg = make_config(1, num_layers=2, hidden_size=8, num_attention_heads=2)
     assert neutral(cfg).fields.keys() <= SPECS.keys()
+
+
+def test_a_failed_rank_says_what_is_wrong_without_its_stack():
+    head = "--- rank 1 of 2 ---\nTraceback (most recent call last):\n  File x, line 1\n"
+    own = "megatron.core.errors.MeshError: world size: got 3. Why. Fix."
+    assert failure_of(RankError([(1, head + own)])) == "rank 1 of 2: world size: got 3. Why. Fix."
+    other = head + "ValueError: broken"
+    assert failure_of(RankError([(1, other), (0, head + own)])) == other
