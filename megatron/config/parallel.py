@@ -72,10 +72,11 @@ class ParallelConfig:
         " tokens (a2a), or a ring of groups that exchange heads (a2a+p2p); one for all layers or"
         " one each.",
     )
-    hierarchical_context_parallel_sizes: tuple[int, ...] = field(
-        (),
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = field(
+        None,
         nargs="*",
         help="With a2a+p2p: ranks of a group that exchanges heads, and groups of the ring.",
+        fallback="one level",
     )
     expert_model_parallel_size: int = field(
         1, help="Ranks among which the experts are shared out (expert parallelism, EP)."

@@ -152,7 +152,7 @@ def cp_comm_types_fit(c: Draft) -> Iterator[Problem]:
             "It takes one value for all layers, or one for each",
             f"Give 1 or {c.num_layers} values",
         )
-    levels = c.hierarchical_context_parallel_sizes
+    levels: tuple[int, ...] = c.hierarchical_context_parallel_sizes or ()
     sharing = {"a2a": cp} | ({"a2a+p2p": levels[0]} if len(levels) == 2 and levels[0] > 0 else {})
     for kind, ranks in sharing.items():
         if cp == 1 or kind not in kinds or c.num_query_groups % tp:
@@ -174,7 +174,7 @@ def cp_comm_types_fit(c: Draft) -> Iterator[Problem]:
 @rule
 def cp_levels_fill_the_axis(c: Draft) -> Iterator[Problem]:
     """--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A P with A * P = CP."""
-    levels, cp = c.hierarchical_context_parallel_sizes, c.context_parallel_size
+    levels, cp = c.hierarchical_context_parallel_sizes or (), c.context_parallel_size
     flag, two_levels = "--hierarchical-context-parallel-sizes", "a2a+p2p" in c.cp_comm_type
     if c.broken & {"hierarchical_context_parallel_sizes", "cp_comm_type"}:
         return

@@ -128,7 +128,7 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
     if pp == 1:
         ends += 4.0 * tokens * h * (1.0 + cfg.padded_vocab_size / h)
     in_flight = cfg.num_microbatches
-    if cfg.pipeline_schedule == "1f1b":
+    if cfg.pipeline_schedule != "gpipe":  # zb-h1 keeps as many on every rank
         virtual = cfg.virtual_pipeline_model_parallel_size
         # Virtual stages keep 1 + (p - 1) / (p v) as much (Narayanan et al., SC 2021).
         most = pp if virtual == 1 else pp + (pp - 1) / virtual
