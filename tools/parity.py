@@ -12,7 +12,7 @@ not listed below is one of pretrain_gpt.py. docs/parity.md explains the bands.
 
 A layout is written as axes with sizes (tp pp cp dp ep etp vpp; what is not named is 1) and switches
 (sp distopt recompute, with "no" in front to switch off), as in tp2sp or pp2vpp2-distopt; behind a
-colon other settings, as in pp2:pipeline_schedule=gpipe.
+colon other settings of that kind, as in pp2:pipeline_schedule=gpipe.
 
 Leaves with 0 if everything is inside its band, 1 if something is not or a rank failed, 2 if the
 arguments cannot work.
@@ -42,8 +42,12 @@ from megatron.training.parity.check import Plan, Result, check, prepare
 from megatron.training.parity.judge import BANDS, Comparison
 from megatron.training.providers import saved_config
 
+# What --shrink may set; everything else is settled by a flag, --steps or a layout.
+_SECTIONS_WITH_SIZES = ("model", "moe", "fp8")
+_OTHER_SIZES = ("vocab_size", "micro_batch_size", "recompute_num_layers", "ddp_num_buckets")
 _COLUMNS = ("loss", "grad norm", "gradients", "weights", "scales")
 INTERRUPTED = 130
+_LONGEST_S = 1e7  # what the system's clocks can wait for
 _SHOWN = 6  # diverging parameters of one layout
 
 
@@ -115,6 +119,10 @@ def read_sizes(items: Sequence[str]) -> tuple[bool, dict[str, str]]:
             why = "It is neither off nor a setting with a value"
             fix = "Write something like num_layers=4 or seq_length=128"
             raise MegatronError(complaint("--shrink", repr(item), why, fix))
+        if SPECS[name].section not in _SECTIONS_WITH_SIZES and name not in _OTHER_SIZES:
+            why = f"{name} is no size of a model"
+            fix = "The batch follows from the layouts, the rest from --layouts, --steps and flags"
+            raise MegatronError(complaint("--shrink", repr(item), why, fix))
         sizes[name] = value
     return "off" not in items, sizes
 
@@ -128,7 +136,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.steps < 1:
         why = "Nothing would be trained"
         raise MegatronError(complaint("--steps", args.steps, why, "Use at least 1; FP8 needs 2"))
-    if not args.timeout > 0:
+    if not 0 < args.timeout < _LONGEST_S:
         why = "It is a duration"
         raise MegatronError(complaint("--timeout", args.timeout, why, "Give seconds"))
     if args.json is not None:

@@ -121,15 +121,16 @@ def layer_pattern(freq: str, num_layers: int) -> tuple[bool, ...]:
         if int(text) < 1:
             raise ValueError("A number N means every N-th layer, so it is at least 1")
         return tuple(i % int(text) == 0 for i in range(num_layers))
-    pattern: list[bool] = []
+    terms: list[tuple[list[bool], int]] = []
     for term in text.removeprefix("(").removesuffix(")").split("+"):
         match = _TERM.fullmatch(term)
         if match is None:
             raise ValueError("It is neither a number nor a pattern of zeros and ones")
-        pattern += [digit == "1" for digit in match[1].split(",")] * int(match[2] or 1)
-    if len(pattern) != num_layers:
-        raise ValueError(f"It describes {len(pattern)} layers, and the model has {num_layers}")
-    return tuple(pattern)
+        terms.append(([digit == "1" for digit in match[1].split(",")], int(match[2] or 1)))
+    described = sum(len(kinds) * times for kinds, times in terms)
+    if described != num_layers:
+        raise ValueError(f"It describes {described} layers, and the model has {num_layers}")
+    return tuple(kind for kinds, times in terms for kind in kinds * times)
 
 
 def moe_layers(c: Any) -> tuple[bool, ...]:

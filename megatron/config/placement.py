@@ -206,6 +206,7 @@ def _numbered(counts: Sequence[int]) -> tuple[Stage, ...]:
 
 
 _REPEATED_GROUP = re.compile(r"\(([^()]*)\)\*(\d+)")
+_LONGEST_LAYOUT = 100_000
 _REPEATED_LETTER = re.compile(r"([A-Za-z|])\*(\d+)")
 
 
@@ -222,6 +223,14 @@ def expand_layout(text: str) -> list[str]:
     plain = re.sub(r"[,\s]", "", text)
     while _REPEATED_GROUP.search(plain) or _REPEATED_LETTER.search(plain):
         pattern = _REPEATED_GROUP if _REPEATED_GROUP.search(plain) else _REPEATED_LETTER
+        length = sum(len(m[1]) * float(m[2]) for m in pattern.finditer(plain))
+        if length > _LONGEST_LAYOUT:
+            raise PlacementError(
+                (_LAYOUT,),
+                text,
+                f"Spelled out it is longer than {_LONGEST_LAYOUT} letters",
+                "Place every layer once",
+            )
         plain = pattern.sub(lambda m: m[1] * int(m[2]), plain)
     odd = sorted(set(plain) - set("EtL|"))
     if odd:

@@ -77,6 +77,7 @@ _ABOVE_ZERO = (
     "initial_loss_scale",
     "min_loss_scale",
 )
+_AT_MOST = {"distributed_timeout_minutes": 1_000_000}  # clocks do not count further
 _BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum")
 
 
@@ -101,6 +102,10 @@ def numbers_are_in_range(c: Draft) -> Iterator[Problem]:
         value = c.values[name]
         if value is not None and value <= 0:
             yield _range_problem(name, value, "above 0")
+    for name, most in _AT_MOST.items():
+        value = c.values[name]
+        if value is not None and value > most:
+            yield _range_problem(name, value, f"at most {most}")
     for name in _BELOW_ONE:
         value = c.values[name]
         if not 0 <= value < 1:

@@ -23,6 +23,7 @@ MOE_REFUSED = [
     (1, {**MOE, "moe_expert_capacity_factor": 0.0}, "--moe-expert-capacity-factor", ["no token"]),
     (1, {**MOE, "moe_input_jitter_eps": 1.0}, "--moe-input-jitter-eps", ["below 1"]),
     (1, {**MOE, "moe_layer_freq": "([0]*1+[1]*2)"}, "--moe-layer-freq", ["3 layers", "has 2"]),
+    (1, {**MOE, "moe_layer_freq": "[1]*99999999999"}, "--moe-layer-freq", ["99999999999 layers"]),
     (1, {**MOE, "moe_layer_freq": "0"}, "--moe-layer-freq", ["at least 1"]),
     (1, {**MOE, "moe_layer_freq": "[1]*x"}, "--moe-layer-freq", ["neither"]),
     (1, {**MOE, "moe_layer_freq": "[0]*2"}, "--moe-layer-freq", ["No layer"]),

@@ -38,7 +38,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "norecompute": {name: None for name in (*_FULL_RECOMPUTE, "recompute_activations")},
 }
 _WORD = re.compile(
-    rf"(?P<axis>{'|'.join(sorted(_AXES, key=len, reverse=True))})(?P<size>\d+)"
+    rf"(?P<axis>{'|'.join(sorted(_AXES, key=len, reverse=True))})(?P<size>\d{{1,9}}(?!\d))"
     rf"|(?P<switch>{'|'.join(sorted(_SWITCHES, key=len, reverse=True))})"
 )
 # Settings that fit one layout only. Another one starts without them; `account_for_*` and the
@@ -71,6 +71,23 @@ _WITHOUT = (
     *_SWITCHES["norecompute"],
 )
 _OVERLAP_OF_SHARDS = "tp_comm_"  # settings of that name need sequence parallelism
+# What a layout's text may set behind a colon besides the section `parallel`: it changes who does
+# what and when, and not what is computed.
+_BEHIND_A_COLON = (
+    "micro_batch_size",
+    "moe_token_dispatcher_type",
+    "moe_pad_expert_input_to_capacity",
+    *_SWITCHES["norecompute"],
+    "recompute_modules",
+)
+# The section's settings that have another place, or no effect on these ranks.
+_NOT_BEHIND_A_COLON = (
+    "grad_reduce_in_bf16",  # a precision
+    "tp_comm_overlap_cfg",
+    "tp_comm_bootstrap_backend",
+    "distributed_backend",
+    "distributed_timeout_minutes",
+)
 PIPELINE_ONLY = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
@@ -125,9 +142,9 @@ class Layout:
             # Another size has other levels, or none: the result is the same with a plain ring.
             ring = ("p2p" if kind == "a2a+p2p" else kind for kind in settings["cp_comm_type"])
             settings["cp_comm_type"] = tuple(ring)
-        settings |= self.extra
-        if self.size("tp") == 1 or not settings.get("sequence_parallel"):
+        if self.size("tp") == 1 or not (settings | self.extra).get("sequence_parallel"):
             settings = without_overlap(settings)
+        settings |= self.extra
         return {k: v for k, v in settings.items() if v is not None}
 
     @property
@@ -152,7 +169,7 @@ def parse_layout(text: str) -> Layout:
     Args:
         text: Axes with sizes (tp pp cp dp ep etp vpp) and switches (sp distopt recompute, or with
             `no` in front), in any order, with or without `-` between them; behind a colon further
-            settings, as in ``pp2:pipeline_schedule=gpipe,seed=5``.
+            settings about sharing work, as in ``pp2:pipeline_schedule=gpipe,micro_batch_size=1``.
 
     Raises:
         MeshError: It cannot be read, or needs more than `MAX_RANKS` ranks.
@@ -193,9 +210,22 @@ def _settings(text: str, behind: str) -> dict[str, Any]:
             guess = nearest(name, SPECS)
             fix = f"Did you mean {guess}=...?" if guess else "Write name=value as in a YAML file"
             raise _refused(text, f"{item.strip()!r} is no setting with a value", fix)
+        _check_belongs_here(text, name)
         is_switch = spec.kind is bool and value.lower() in ("true", "false")
         found[name] = value.lower() == "true" if is_switch else value.strip()
     return found
+
+
+def _check_belongs_here(text: str, name: str) -> None:
+    """Refuse a setting that is not about sharing work: the layout would train something else."""
+    axis = next((axis for axis, setting in _AXES.items() if setting == name), None)
+    if axis is not None:
+        fix = f"Write {axis} with a size in front of the colon"
+        raise _refused(text, f"{name} is an axis, and ranks are counted by axes", fix)
+    of_layouts = SPECS[name].section == "parallel" and name not in _NOT_BEHIND_A_COLON
+    if not of_layouts and name not in _BEHIND_A_COLON:
+        why = f"{name} is not about how ranks share the work, so one process would not be its equal"
+        raise _refused(text, why, "Set it for all layouts, as a flag")
 
 
 def _check(layout: Layout) -> None:
@@ -218,7 +248,7 @@ def _unreadable(text: str, rest: str) -> MeshError:
     why = f"It cannot be read from {rest!r} on" if rest != text.lower() else "It cannot be read"
     word = re.match(r"[a-z]*", rest)
     if word is not None and word[0] in _AXES:
-        why = f"{word[0]} has no size"
+        why = f"{word[0]} has no size" + (" that could be read" if word[0] != rest else "")
     known = f"axes {' '.join(_AXES)} with a size, switches {' '.join(_SWITCHES)}"
     return _refused(text, why, f"Known are {known}")
 
