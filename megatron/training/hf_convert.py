@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.shard import Piece, Sharded
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import Axis
-from megatron.training import hf_files, hf_map
+from megatron.training import hf_files, hf_map, hf_moe
 from megatron.training.checkpoint_config import (
     ARCHITECTURE,
     TOKENIZER_DIRECTORY,
@@ -182,6 +182,8 @@ class MegatronSource:
         self.fields = {n: settings[n] for n in ARCHITECTURE if n in settings}
         if not self.fields.get("num_experts"):
             self.fields = {n: v for n, v in self.fields.items() if not n.startswith("moe_")}
+        elif "sinkhorn" in (settings.get(hf_moe.BALANCING) or ()):
+            self.fields[hf_moe.BALANCING] = ["sinkhorn"]  # says how scores become weights
         if vocab_size is not None:
             self.fields["vocab_size"] = vocab_size
         self._zero_centered = bool(self.fields.get("apply_layernorm_1p"))

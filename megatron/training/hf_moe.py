@@ -53,6 +53,7 @@ SIZES = {
         "n_shared_experts",
     ),
 }
+BALANCING = "moe_router_load_balancing_type"
 _DENSE_FIRST = "first_k_dense_replace"
 _SPARSE_LISTS = ("qwen2_moe", "qwen3_moe")  # name their dense layers one by one
 
@@ -173,6 +174,12 @@ def moe_config(fields: Mapping[str, Any], kind: str, refused: Refusals) -> Field
     """
     pattern = layer_pattern(str(fields.get("moe_layer_freq") or "1"), fields["num_layers"])
     topk, width = fields["moe_router_topk"], expert_width(fields)
+    refused.check(
+        "sinkhorn" not in (fields.get(BALANCING) or ()),
+        BALANCING,
+        "sinkhorn",
+        "its weights are a softmax over all experts, or a sigmoid, that no such architecture has",
+    )
     config: Fields = {"num_experts_per_tok": topk}
     if kind == "glm4_moe":
         return config | _glm4_config(fields, pattern, refused)

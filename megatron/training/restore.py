@@ -24,6 +24,13 @@ from megatron.training.providers import build_gpt, saved_config
 _SECTIONS = ("model", "moe", "fp8")
 # The layer backend is a matter of this machine, the padding one of this layout.
 _LEFT_OUT = ("transformer_impl", "padded_vocab_size")
+# Experts with a capacity drop tokens because of other tokens, later ones and those of other
+# sequences included, which training can afford. A tool's result depends on the text alone.
+_CAPACITY = (
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
+    "moe_pad_expert_input_to_capacity",
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ def _config(
         if value is not None
         and not SPECS[name].setting.derived
         and (SPECS[name].section in _SECTIONS or name in TOKENIZER_FIELDS)
-        and name not in _LEFT_OUT
+        and name not in (*_LEFT_OUT, *_CAPACITY)
     }
     if not kept.get("group_query_attention"):
         kept.pop("num_query_groups", None)

@@ -8,9 +8,15 @@ import torch
 from megatron.config.moe import layer_pattern
 from megatron.core.dist_checkpointing.schema import Stacking
 from megatron.core.errors import CheckpointError
+from megatron.core.mesh import ParallelState
 from megatron.training import hf_map
+from megatron.training.checkpointing import save_checkpoint
 from megatron.training.hf_config import fields_from_hf, hf_from_fields
+from megatron.training.hf_convert import MegatronSource
 from megatron.training.hf_rows import Place, every_tensor
+from megatron.training.progress import Progress
+from tests.small_models import LLAMA as LLAMA_LIKE
+from tests.small_models import build_model, small_config
 from tests.unit.test_hf_map import LLAMA
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
@@ -151,6 +157,11 @@ def test_what_the_router_cannot_compute_is_refused_by_name(base, change, name):
         (MIXTRAL, {"moe_layer_freq": "2"}, "moe_layer_freq is '2'"),
         (MIXTRAL, {"add_qkv_bias": True}, "add_qkv_bias.*Mixtral"),
         (MIXTRAL, {"moe_router_topk_scaling_factor": 2.0}, "moe_router_topk_scaling_factor"),
+        (
+            MIXTRAL,
+            {"moe_router_load_balancing_type": ["sinkhorn"]},
+            "moe_router_load_balancing_type",
+        ),
         (QWEN3, {"moe_router_num_groups": 2}, "moe_router_num_groups"),
         (QWEN2, {"moe_shared_expert_gate": False}, "moe_shared_expert_gate"),
         (QWEN2, {"qk_layernorm": True}, "qk_layernorm"),
@@ -166,3 +177,22 @@ def test_what_the_router_cannot_compute_is_refused_by_name(base, change, name):
 def test_models_without_a_huggingface_counterpart_are_refused_by_name(base, change, name):
     with pytest.raises(CheckpointError, match=name):
         hf_from_fields({**fields_from_hf(base), **change}, "float32")
+
+
+@pytest.mark.parametrize("balancing", ["sinkhorn", "none"])
+def test_a_checkpoint_with_sinkhorns_weights_is_refused(tmp_path, balancing):
+    """Its weights are those of no exported router, though every tensor has a place."""
+    config = small_config(
+        **LLAMA_LIKE, num_experts=4, moe_router_load_balancing_type=[balancing],
+        save=str(tmp_path), save_interval=1,
+    )  # fmt: skip
+    model, build = build_model(config)
+    save_checkpoint(
+        config, ParallelState.single(), model=model, optimizer=None, scheduler=None, fp8=build.fp8,
+        progress=Progress(iteration=1),
+    )  # fmt: skip
+    if balancing == "none":
+        assert MegatronSource.find(tmp_path).model_type == "mixtral"
+        return
+    with pytest.raises(CheckpointError, match="moe_router_load_balancing_type is 'sinkhorn'"):
+        MegatronSource.find(tmp_path)

@@ -92,9 +92,64 @@ def test_generate_reads_prompts_from_a_file(trained, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory):
+    """A checkpoint of a model whose experts drop most tokens while it is trained."""
+    folder = tmp_path_factory.mktemp("crowded")
+    config = small_config(
+        **LLAMA,
+        vocab_size=257,
+        tokenizer_type="ByteLevelTokenizer",
+        max_position_embeddings=40,
+        num_experts=4,
+        moe_expert_capacity_factor=0.3,
+        moe_token_drop_policy="position",
+        moe_pad_expert_input_to_capacity=True,
+        save=str(folder),
+        save_interval=1,
+    )
+    model, build = build_model(config)
+    spread_weights(model, 0.3)
+    save_checkpoint(
+        config, ParallelState.single(), model=model, optimizer=None, scheduler=None, fp8=build.fp8,
+        progress=Progress(iteration=1),
+    )  # fmt: skip
+    return folder
+
+
+def test_a_tool_drops_no_token(crowded, tmp_path, capsys):
+    """What a model says about a text depends on no other text, and on no later token."""
+    args = ["--load", str(crowded), "--max-new-tokens", "6", "--greedy", "--json", "--ignore-eod"]
+    prompts = ["To be, or not to be", "that is the question"]
+    both = [arg for prompt in prompts for arg in ("--prompt", prompt)]
+    assert tool("generate").main([*args, *both]) == 0
+    together = capsys.readouterr().out.splitlines()
+    for prompt, line in zip(prompts, together, strict=True):
+        assert tool("generate").main([*args, "--prompt", prompt]) == 0
+        assert json.loads(capsys.readouterr().out) == json.loads(line)
+    (tmp_path / "text").write_text(TEXT)
+    losses = []
+    for rows in ("1", "4"):
+        args = ["--load", str(crowded), "--text", str(tmp_path / "text"), "--json"]
+        assert tool("evaluate").main([*args, "--micro-batch-size", rows]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["lm loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # sums of rows in another order
+
+
+def test_any_temperature_gives_a_token(trained, capsys):
+    folder, _, _ = trained
+    args = ["--load", str(folder), "--prompt", "x", "--max-new-tokens", "3", "--json"]
+    assert tool("generate").main([*args, "--greedy", "--ignore-eod"]) == 0
+    greedy = json.loads(capsys.readouterr().out)["tokens"]
+    assert tool("generate").main([*args, "--temperature", "1e-300", "--ignore-eod"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == greedy
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [
+        (["--prompt", "x", "--seed", "99999999999999999999999"], "--seed"),
+        (["--prompt", "x", "--temperature", "nan"], "--temperature"),
         (["--prompt", "x", "--max-new-tokens", "400"], "--max-position-embeddings"),
         ([], "--prompt"),
         (["--prompt", "x", "--top-p", "2"], "--top-p"),

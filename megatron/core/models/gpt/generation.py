@@ -17,6 +17,9 @@ from megatron.core.tensor_parallel.mappings import all_gather
 from megatron.core.transformer.kv_cache import KVCache
 
 
+_COLDEST = 1e-30
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen.
@@ -38,6 +41,7 @@ class Sampling:
             ("--temperature", self.temperature, self.temperature >= 0, "It cannot be negative"),
             ("--top-k", self.top_k, self.top_k >= 0, "It counts tokens"),
             ("--top-p", self.top_p, 0 < self.top_p <= 1, "It is a probability"),
+            ("--seed", self.seed, 0 <= self.seed < 2**63, "A generator takes 63 bits"),
         ):
             if not good:
                 raise DataError(complaint(flag, value, why, "Leave it out for the default"))
@@ -53,11 +57,24 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
 
     Returns:
         `[b]` token ids, on the CPU.
+
+    Raises:
+        DataError: A logit is not finite.
     """
     logits = logits.float().cpu()
+    if not bool(logits.isfinite().all()):
+        raise DataError(
+            complaint(
+                "logits",
+                "values that are no numbers",
+                "The model does not say which token comes next",
+                "Look at the checkpoint: its weights may not be finite",
+            )
+        )
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    logits = logits / sampling.temperature
+    # Neither a quotient nor a temperature leaves the range of fp32.
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, _COLDEST)
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
