@@ -16,7 +16,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import all_gather
 from megatron.core.transformer.kv_cache import KVCache
 
-
 _COLDEST = 1e-30
 
 
