@@ -63,6 +63,16 @@ _TUNABLE = {
     "norm_epsilon",
 }
 
+# Of these None says something about the model, and it is not that a checkpoint does not know them.
+_NONE_COUNTS = (
+    "num_experts",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+)
+_NONE_IS_ONE = _NONE_COUNTS[2:]
+
 _MEGATRON_NAMES = {"norm_epsilon": "layernorm_epsilon"}
 
 
@@ -104,6 +114,8 @@ def saved_settings(common: Mapping[str, Any]) -> dict[str, Any]:
             known[name] = str(value)  # theirs may be a number or a list
         elif isinstance(value, (bool, int, float, str, list, tuple)):
             known[name] = list(value) if isinstance(value, tuple) else value
+        elif name in _NONE_COUNTS and name in values:
+            known[name] = None
     return known
 
 
@@ -120,13 +132,15 @@ def differences(saved: Mapping[str, Any], cfg: RunConfig) -> dict[str, tuple[Any
         name: (saved[name], own[name])
         for name in ARCHITECTURE
         if name in saved
-        and own[name] is not None
+        and (own[name] is not None or name in _NONE_COUNTS)
         and not _same(name, saved[name], own[name], cfg.num_layers)
         and not _no_effect(name, own)
     }
 
 
 def _same(name: str, saved: Any, own: Any, num_layers: int) -> bool:
+    if name in _NONE_IS_ONE:
+        return bool((saved or 1) == (own or 1))
     if name != "moe_layer_freq" or saved == own:
         return bool(saved == own)
     try:
@@ -203,7 +217,7 @@ def adopt(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
         f"{flag_of(n)} is {saved[n]} in the checkpoint and {given[n]} on the command line"
         for n in shape
         if given.get(n) is not None
-        and given[n] != saved[n]
+        and not _same(n, saved[n], given[n], saved.get("num_layers") or cfg.num_layers)
         and not (cfg.finetune and n in _TUNABLE)
     ]
     if contradictions:

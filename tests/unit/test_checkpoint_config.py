@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
 from megatron.config import ConfigError, make_config
 from megatron.core.errors import CheckpointError
-from megatron.training.checkpoint_config import adopt, check_same_model, differences
+from megatron.training.checkpoint_config import (
+    adopt,
+    check_same_model,
+    differences,
+    saved_settings,
+)
 from megatron.training.checkpointing import with_checkpoint_args
 from tests.small_models import GQA, LLAMA, small_config
 
@@ -82,6 +89,41 @@ def test_patterns_of_layers_are_compared_by_what_they_say():
         check_same_model(settings, others)
     assert "--moe-layer-freq is [0, 1] in the checkpoint and 1" in str(failure.value)
     assert "--moe-router-topk is 2 in the checkpoint and 3" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        ({"moe_router_topk_scaling_factor": 2.5}, {}, "scaling-factor is 2.5 in the checkpoint"),
+        ({}, {"moe_router_topk_scaling_factor": 2.5}, "scaling-factor is None in the checkpoint"),
+        (
+            {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+            {},
+            "--moe-router-num-groups is 2 in the checkpoint and None",
+        ),
+        ({"num_experts": None}, {}, "--num-experts is None in the checkpoint and 4"),
+        ({}, {"num_experts": None}, "--num-experts is 4 in the checkpoint and None"),
+    ],
+)
+def test_a_router_that_lost_a_setting_is_another_one(was, now, said):
+    """No tensor tells, so the settings have to."""
+
+    def settings(change):
+        with_experts = change.get("num_experts", 4) is not None
+        base = MOE if with_experts else LLAMA
+        return {k: v for k, v in {**base, **change}.items() if v is not None}
+
+    stored = saved_settings({"args": Namespace(**small_config(**settings(was)).to_dict())})
+    with pytest.raises(CheckpointError, match=said):
+        check_same_model(stored, small_config(**settings(now), load="x"))
+    assert check_same_model(stored, small_config(**settings(was), load="x")) == []
+
+
+def test_equal_routers_written_differently_are_one():
+    stored = saved_settings({"args": Namespace(**small_config(**MOE).to_dict())})
+    now = small_config(**MOE, moe_router_topk_scaling_factor=1.0)
+    assert check_same_model(stored, now) == []
+    assert adopt(bare(moe_layer_freq="([0]*1+[1]*1)"), stored).num_experts == 4
 
 
 def test_a_longer_context_needs_finetune():
