@@ -185,7 +185,9 @@ def cp_levels_fill_the_axis(c: Draft) -> Iterator[Problem]:
             "Only a2a+p2p has two levels",
             f"Add --cp-comm-type a2a+p2p, or remove {flag}",
         )
-    elif two_levels and cp > 1 and (len(levels) != 2 or min(levels) < 2 or math.prod(levels) != cp):
+    elif not two_levels or (cp == 1 and not levels):
+        return
+    elif len(levels) != 2 or min(levels) < 2 or math.prod(levels) != cp:
         got = " ".join(map(str, levels)) or "nothing"
         yield Problem(
             (flag, "--context-parallel-size"),

@@ -312,6 +312,12 @@ REFUSED_ON_A_MESH = [
         "--pipeline-model-parallel-layout",
         ["longer than"],
     ),
+    (
+        2,
+        {**LEVELS, "context_parallel_size": 1},
+        "--hierarchical-context-parallel-sizes",
+        ["2 2 and 1", "at least 4 ranks"],
+    ),
     (3, CP2, "--tensor-model-parallel-size", ["1, 1 and 2 on 3 processes"]),
     (2, {**CP2, "seq_length": 30}, "--seq-length", ["30 and 2", "two of 4", "28 or 32"]),
     (
