@@ -13,7 +13,13 @@ ONE = ParallelState.single()
 
 @pytest.mark.parametrize(
     ("tokens", "topk", "experts", "factor", "expected"),
-    [(16, 2, 4, 1.0, 8), (16, 2, 4, 1.01, 9), (5, 1, 4, 1.0, 2), (1, 1, 64, 1.0, 1)],
+    [
+        (16, 2, 4, 1.0, 8),
+        (16, 2, 4, 1.01, 9),
+        (5, 1, 4, 1.0, 2),
+        (1, 1, 64, 1.0, 1),
+        (16, 2, 4, 1e308, 16),
+    ],
 )
 def test_capacity(tokens, topk, experts, factor, expected):
     assert capacity_of(tokens, topk, experts, factor) == expected

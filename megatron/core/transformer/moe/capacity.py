@@ -20,8 +20,8 @@ from megatron.core.transformer import context_parallel
 
 
 def capacity_of(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
-    """Return how many of a microbatch's `num_tokens` tokens an expert accepts."""
-    return math.ceil(num_tokens * topk / num_experts * factor)
+    """Return how many of a microbatch's `num_tokens` tokens an expert accepts, at most all."""
+    return math.ceil(min(num_tokens, num_tokens * topk / num_experts * factor))
 
 
 @torch.no_grad()
