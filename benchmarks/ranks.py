@@ -88,10 +88,8 @@ def in_turn(
             before = torch.tensor([clock() for clock in clocks.values()], dtype=torch.float64)
             if step is not None:
                 losses[name] = step.run(iteration, (iteration - 1) * batch).loss
-            now = [clock() for clock in clocks.values()]
-            taken = torch.tensor(now, dtype=torch.float64) - torch.tensor(
-                before, dtype=torch.float64
-            )
+            taken = torch.tensor([clock() for clock in clocks.values()], dtype=torch.float64)
+            taken -= before
             if dist.is_initialized():
                 dist.all_reduce(taken, op=dist.ReduceOp.MAX)
             if iteration > 1:
