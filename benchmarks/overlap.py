@@ -62,7 +62,7 @@ def measure(
         name: train_step(configuration(args, world_size, fields), rank)
         for name, fields in names.items()
     }
-    return in_turn(steps, args.steps, args.batch)
+    return in_turn(steps, args.steps)
 
 
 def read_arguments() -> argparse.Namespace:

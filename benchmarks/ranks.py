@@ -1,4 +1,4 @@
-"""Contenders that take training steps in turn, on ranks forked from the benchmark's process.
+"""Contenders that take steps in turn, on ranks forked from the benchmark's process.
 
 Ranks have one thread each and talk through gloo. All contenders exist at once in every rank and
 take one step each in turn, so that they share the machine's moods; the slowest rank counts.
@@ -26,6 +26,7 @@ from megatron.training.initialize import Launch, start
 from megatron.training.providers import setup_model
 from megatron.training.step import TrainStep
 
+Step = Callable[[int], float]  # takes the step with this number, from 1, and returns its loss
 Found = dict[str, dict[str, float]]
 
 
@@ -49,7 +50,7 @@ class RandomTokens:
         }
 
 
-def train_step(cfg: RunConfig, rank: int) -> TrainStep:
+def train_step(cfg: RunConfig, rank: int) -> Step:
     """Build a model on this rank, and what trains it on random tokens. Collective."""
     runtime = start(cfg, Launch(rank, cfg.world_size, rank, cfg.world_size))
     source = Source(
@@ -57,13 +58,13 @@ def train_step(cfg: RunConfig, rank: int) -> TrainStep:
         micro_batch_size=cfg.micro_batch_size,
         data_parallel_size=runtime.mesh.dp.size,
     )
-    return TrainStep(cfg, runtime, setup_model(cfg, runtime), source)
+    step = TrainStep(cfg, runtime, setup_model(cfg, runtime), source)
+    return lambda number: step.run(number, (number - 1) * cfg.global_batch_size).loss
 
 
 def in_turn(
-    steps: Mapping[str, TrainStep | None],
+    steps: Mapping[str, Step | None],
     rounds: int,
-    batch: int,
     clocks: Mapping[str, Callable[[], float]] | None = None,
 ) -> Found:
     """Let every contender take one step in every round.
@@ -71,7 +72,6 @@ def in_turn(
     Args:
         steps: By name; None for a contender that this rank only waits for.
         rounds: How many count, after one that warms up.
-        batch: Samples of a step.
         clocks: More to be measured than the time: functions whose readings grow.
 
     Returns:
@@ -81,18 +81,18 @@ def in_turn(
     clocks = {"s": time.perf_counter, **(clocks or {})}
     spent: dict[str, list[list[float]]] = {name: [] for name in steps}
     losses = dict.fromkeys(steps, 0.0)
-    for iteration in range(1, rounds + 2):
+    for number in range(1, rounds + 2):
         for name, step in steps.items():
             if dist.is_initialized():
                 dist.barrier()
             before = torch.tensor([clock() for clock in clocks.values()], dtype=torch.float64)
             if step is not None:
-                losses[name] = step.run(iteration, (iteration - 1) * batch).loss
+                losses[name] = step(number)
             taken = torch.tensor([clock() for clock in clocks.values()], dtype=torch.float64)
             taken -= before
             if dist.is_initialized():
                 dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-            if iteration > 1:
+            if number > 1:
                 spent[name].append(taken.tolist())
     found = {}
     for name, rows in spent.items():
@@ -103,7 +103,7 @@ def in_turn(
 
 
 def _rank_main(
-    rank: int, measure: Callable[..., Found], world_size: int, folder: str, *args: Any
+    rank: int, measure: Callable[..., Any], world_size: int, folder: str, *args: Any
 ) -> None:
     torch.set_num_threads(1)
     if world_size > 1:
@@ -116,8 +116,12 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-def run(measure: Callable[..., Found], world_size: int, *args: Any) -> Found:
-    """Call `measure(rank, world_size, *args)` on forked ranks; return what the first one found."""
+def run(measure: Callable[..., Any], world_size: int, *args: Any) -> Any:
+    """Call `measure(rank, world_size, *args)` on forked ranks.
+
+    Returns:
+        What the first rank returned, by way of JSON.
+    """
     torch.set_num_threads(1)  # forked ranks of a parent with an OpenMP team would hang
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
@@ -126,8 +130,7 @@ def run(measure: Callable[..., Found], world_size: int, *args: Any) -> Found:
             nprocs=world_size,
             start_method="fork",
         )
-        found: Found = json.loads(Path(folder, "found").read_text("utf-8"))
-        return found
+        return json.loads(Path(folder, "found").read_text("utf-8"))
 
 
 def print_record(args: Namespace, found: Found) -> None:

@@ -73,7 +73,7 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, names: list[st
         size = 1 if name == "one" else world_size
         cfg = configuration(args, size, CONTENDERS[name])
         steps[name] = train_step(cfg, rank) if rank < size else None
-    return in_turn(steps, args.steps, args.micro_batch * args.microbatches)
+    return in_turn(steps, args.steps)
 
 
 def read_arguments() -> argparse.Namespace:

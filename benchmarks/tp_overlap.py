@@ -78,7 +78,7 @@ def measure(
         steps[name] = train_step(configuration(args, size, fields), rank % size)
     waiting = Waiting()
     clocks = {"cpu_s": time.process_time, "waiting_s": lambda: waiting.total}
-    return in_turn(steps, args.steps, args.batch, clocks)
+    return in_turn(steps, args.steps, clocks)
 
 
 def contenders(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
