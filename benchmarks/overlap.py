@@ -16,23 +16,11 @@ On a CPU the transport uses the same cores as the arithmetic, and there is littl
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import Found, in_turn, print_record, run, train_step
 
 from megatron.config import RunConfig, make_config
-from megatron.core.datasets.batch import Batch
-from megatron.training.initialize import Launch, start
-from megatron.training.providers import setup_model
-from megatron.training.step import TrainStep
 
 ZERO = {"use_distributed_optimizer": True}
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -41,24 +29,6 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "zero": ZERO,
     "zero_overlap": {**ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True},
 }
-
-
-class RandomTokens:
-    """Batches of random tokens, the same for every contender."""
-
-    def __init__(self, cfg: RunConfig) -> None:
-        self.cfg = cfg
-
-    def batch(self, consumed_samples: int, microbatch: int, dp_rank: int) -> Batch:
-        """Return one microbatch."""
-        cfg = self.cfg
-        place = consumed_samples + (microbatch * cfg.data_parallel_size + dp_rank)
-        generator = torch.Generator().manual_seed(place)
-        shape = (cfg.micro_batch_size, cfg.seq_length + 1)
-        window = torch.randint(0, cfg.vocab_size, shape, generator=generator)
-        positions = torch.arange(cfg.seq_length).expand(cfg.micro_batch_size, -1)
-        mask = torch.ones(cfg.micro_batch_size, cfg.seq_length)
-        return Batch(window[:, :-1], window[:, 1:], mask, positions)
 
 
 def configuration(args: argparse.Namespace, world_size: int, fields: dict[str, Any]) -> RunConfig:
@@ -86,62 +56,13 @@ def configuration(args: argparse.Namespace, world_size: int, fields: dict[str, A
 
 def measure(
     rank: int, world_size: int, args: argparse.Namespace, names: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, float]]:
-    """Run the contenders in turn; return median seconds and last loss by name."""
-    steps = {}
-    for name, fields in names.items():
-        cfg = configuration(args, world_size, fields)
-        runtime = start(cfg, Launch(rank, world_size, rank, world_size))
-        source: Any = RandomTokens(cfg)
-        steps[name] = TrainStep(cfg, runtime, setup_model(cfg, runtime), source)
-    wall: dict[str, list[float]] = {name: [] for name in names}
-    losses = {}
-    for iteration in range(1, args.steps + 2):
-        for name, step in steps.items():
-            if world_size > 1:
-                dist.barrier()
-            before = time.perf_counter()
-            losses[name] = step.run(iteration, (iteration - 1) * args.batch).loss
-            seconds = torch.tensor(time.perf_counter() - before)
-            if world_size > 1:
-                dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            if iteration > 1:  # the first one warms up
-                wall[name].append(seconds.item())
-    return {n: {"s": statistics.median(wall[n]), "loss": losses[n]} for n in names}
-
-
-def rank_main(
-    rank: int,
-    world_size: int,
-    args: argparse.Namespace,
-    folder: str,
-    names: dict[str, dict[str, Any]],
-) -> None:
-    """Run one rank; the first one writes the result."""
-    torch.set_num_threads(1)
-    if world_size > 1:
-        store = dist.FileStore(f"{folder}/store", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    result = measure(rank, world_size, args, names)
-    if rank == 0:
-        Path(folder, "result").write_text(json.dumps(result), encoding="utf-8")
-    if world_size > 1:
-        dist.destroy_process_group()
-
-
-def run(
-    world_size: int, args: argparse.Namespace, names: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, float]]:
-    """Fork the ranks and wait for them."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            rank_main,
-            args=(world_size, args, folder, names),
-            nprocs=world_size,
-            start_method="fork",
-        )
-        found: dict[str, dict[str, float]] = json.loads(Path(folder, "result").read_text("utf-8"))
-        return found
+) -> Found:
+    """Run the contenders in turn."""
+    steps = {
+        name: train_step(configuration(args, world_size, fields), rank)
+        for name, fields in names.items()
+    }
+    return in_turn(steps, args.steps)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -161,8 +82,8 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     args = read_arguments()
-    torch.set_num_threads(1)  # forked ranks of a parent with an OpenMP team would hang
-    found = run(1, args, {"one": {}}) | run(args.replicas, args, CONTENDERS)
+    found = run(measure, 1, args, {"one": {}})
+    found |= run(measure, args.replicas, args, CONTENDERS)
     base = found["one"]["s"]
     print(f"{'contender':14}{'ms a step':>10}{'one / it':>10}{'dp / it':>10}{'loss':>9}")
     for name, row in found.items():
@@ -170,8 +91,7 @@ def main() -> None:
             f"{name:14}{row['s'] * 1e3:10.1f}{base / row['s']:10.2f}"
             f"{found['dp']['s'] / row['s']:10.2f}{row['loss']:9.4f}"
         )
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    print(json.dumps({"settings": vars(args), "load": os.getloadavg()[0], "found": found}))
+    print_record(args, found)
 
 
 if __name__ == "__main__":

@@ -26,16 +26,13 @@ import itertools
 import json
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import Step, in_turn, run
 from torch import Tensor, nn
 
 from megatron.core.fp8 import Fp8State, linear
@@ -220,7 +217,7 @@ def predict(name: str, ranks: int, microbatches: int, costs: Costs) -> float:
 
 def contender(
     name: str, mesh: ParallelState, args: argparse.Namespace, costs: Costs, asleep: bool
-) -> Callable[[], None]:
+) -> Step:
     """Return what runs one step of a schedule on this rank."""
     per_rank = CONTENDERS[name][1]
     queue = WeightGradQueue()
@@ -236,48 +233,23 @@ def contender(
     pipes = Pipes(mesh, shape, torch.float32, torch.device("cpu"))
     runner = Runner(work, transport=pipes, weight_grads=queue)
     actions = schedule_of(name, mesh.pp.size, args.microbatches)[mesh.pp.rank]
-    return lambda: runner.run(actions)
 
+    def step(_: int) -> float:
+        runner.run(actions)
+        return 0.0
 
-def rank_main(
-    rank: int, ranks: int, args: argparse.Namespace, costs: Costs, asleep: bool, folder: str
-) -> None:
-    """Run all contenders in turn on one rank; the first one writes the figures."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    mesh = ParallelState.build(MeshSizes(world=ranks, pp=ranks, vpp=2), rank, ranks)
-    transfer = measure_transfer(rank, args)
-    steps = {name: contender(name, mesh, args, costs, asleep) for name in CONTENDERS}
-    wall: dict[str, list[float]] = {name: [] for name in steps}
-    for iteration in range(args.steps + 1):
-        for name, step in steps.items():
-            dist.barrier()
-            before = time.perf_counter()
-            step()
-            seconds = torch.tensor(time.perf_counter() - before, dtype=torch.float64)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            if iteration:  # the first one warms up
-                wall[name].append(seconds.item())
-    if rank == 0:
-        medians = {name: statistics.median(values) for name, values in wall.items()}
-        Path(folder, "result").write_text(json.dumps([medians, transfer]), encoding="utf-8")
-    dist.destroy_process_group()
+    return step
 
 
 def measure(
-    ranks: int, args: argparse.Namespace, costs: Costs, asleep: bool
-) -> tuple[dict[str, float], float]:
-    """Fork the ranks; return the seconds of a step by contender, and of a transfer."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            rank_main,
-            args=(ranks, args, costs, asleep, folder),
-            nprocs=ranks,
-            start_method="fork",
-        )
-        medians, transfer = json.loads(Path(folder, "result").read_text("utf-8"))
-        return medians, transfer
+    rank: int, ranks: int, args: argparse.Namespace, costs: Costs, asleep: bool
+) -> dict[str, Any]:
+    """Return the seconds of a transfer, and of all contenders' steps."""
+    mesh = ParallelState.build(MeshSizes(world=ranks, pp=ranks, vpp=2), rank, ranks)
+    transfer = measure_transfer(rank, args)
+    steps = {name: contender(name, mesh, args, costs, asleep) for name in CONTENDERS}
+    found = in_turn(steps, args.steps)
+    return {"transfer": transfer, "steps": {name: row["s"] for name, row in found.items()}}
 
 
 def disagreements(
@@ -293,7 +265,8 @@ def disagreements(
 
 def compare(ranks: int, args: argparse.Namespace, costs: Costs, asleep: bool) -> dict[str, Any]:
     """Run on so many ranks and print both orders."""
-    measured, transfer = measure(ranks, args, costs, asleep)
+    found = run(measure, ranks, args, costs, asleep)
+    measured, transfer = found["steps"], found["transfer"]
     costs = replace(costs, transfer=transfer)
     predicted = {name: predict(name, ranks, args.microbatches, costs) for name in CONTENDERS}
     doing = "stages sleep for the measured times" if asleep else "stages compute"

@@ -20,41 +20,13 @@ to do than wait for messages of other ranks.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import Found, in_turn, print_record, run, train_step
 
 from megatron.config import RunConfig, make_config
 from megatron.core import wire
-from megatron.core.datasets.batch import Batch
-from megatron.training.initialize import Launch, start
-from megatron.training.providers import setup_model
-from megatron.training.step import TrainStep
-
-
-class RandomTokens:
-    """Batches of random tokens, the same for every contender."""
-
-    def __init__(self, cfg: RunConfig) -> None:
-        self.cfg = cfg
-
-    def batch(self, consumed_samples: int, microbatch: int, dp_rank: int) -> Batch:
-        """Return one microbatch."""
-        cfg = self.cfg
-        generator = torch.Generator().manual_seed(consumed_samples + microbatch)
-        shape = (cfg.micro_batch_size, cfg.seq_length + 1)
-        window = torch.randint(0, cfg.vocab_size, shape, generator=generator)
-        positions = torch.arange(cfg.seq_length).expand(cfg.micro_batch_size, -1)
-        mask = torch.ones(cfg.micro_batch_size, cfg.seq_length)
-        return Batch(window[:, :-1], window[:, 1:], mask, positions)
 
 
 class Waiting:
@@ -98,73 +70,15 @@ def configuration(args: argparse.Namespace, world_size: int, fields: dict[str, A
 
 def measure(
     rank: int, world_size: int, args: argparse.Namespace, names: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, float]]:
-    """Run the contenders in turn; return median seconds and last loss by name."""
-    steps, waiting = {}, Waiting()
+) -> Found:
+    """Run the contenders in turn."""
+    steps = {}
     for name, fields in names.items():
         size = world_size if fields.get("tensor_model_parallel_size", 1) > 1 else 1
-        cfg = configuration(args, size, fields)
-        runtime = start(cfg, Launch(rank % size, size, rank % size, size))
-        source: Any = RandomTokens(cfg)
-        steps[name] = TrainStep(cfg, runtime, setup_model(cfg, runtime), source)
-    spent: dict[str, list[list[float]]] = {name: [] for name in names}
-    losses = {}
-    for iteration in range(1, args.steps + 2):
-        for name, step in steps.items():
-            if world_size > 1:
-                dist.barrier()
-            wall, cpu, waited = time.perf_counter(), time.process_time(), waiting.total
-            losses[name] = step.run(iteration, (iteration - 1) * args.batch).loss
-            seconds = torch.tensor(
-                [
-                    time.perf_counter() - wall,
-                    time.process_time() - cpu,
-                    waiting.total - waited,
-                ]
-            )
-            if world_size > 1:
-                dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            if iteration > 1:  # the first one warms up
-                spent[name].append(seconds.tolist())
-    found = {}
-    for name, pairs in spent.items():
-        wall, cpu, waited = (statistics.median(times) for times in zip(*pairs, strict=True))
-        found[name] = {"s": wall, "cpu_s": cpu, "waiting_s": waited, "loss": losses[name]}
-    return found
-
-
-def rank_main(
-    rank: int,
-    world_size: int,
-    args: argparse.Namespace,
-    folder: str,
-    names: dict[str, dict[str, Any]],
-) -> None:
-    """Run one rank; the first one writes the result."""
-    torch.set_num_threads(1)
-    if world_size > 1:
-        store = dist.FileStore(f"{folder}/store", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    result = measure(rank, world_size, args, names)
-    if rank == 0:
-        Path(folder, "result").write_text(json.dumps(result), encoding="utf-8")
-    if world_size > 1:
-        dist.destroy_process_group()
-
-
-def run(
-    world_size: int, args: argparse.Namespace, names: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, float]]:
-    """Fork the ranks and wait for them."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            rank_main,
-            args=(world_size, args, folder, names),
-            nprocs=world_size,
-            start_method="fork",
-        )
-        found: dict[str, dict[str, float]] = json.loads(Path(folder, "result").read_text("utf-8"))
-        return found
+        steps[name] = train_step(configuration(args, size, fields), rank % size)
+    waiting = Waiting()
+    clocks = {"cpu_s": time.process_time, "waiting_s": lambda: waiting.total}
+    return in_turn(steps, args.steps, clocks)
 
 
 def contenders(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -193,8 +107,8 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     args = read_arguments()
-    torch.set_num_threads(1)  # forked ranks of a parent with an OpenMP team would hang
-    found = run(1, args, {"one": {}}) | run(args.ranks, args, contenders(args))
+    found = run(measure, 1, args, {"one": {}})
+    found |= run(measure, args.ranks, args, contenders(args))
     base = found["one"]
     header = f"{'contender':14}{'ms a step':>10}{'tokens/s':>10}{'one / it':>10}"
     print(f"{header}{'cpu ms':>10}{'one / it':>10}{'waiting':>10}{'loss':>9}")
@@ -205,8 +119,7 @@ def main() -> None:
             f"{base['cpu_s'] / row['cpu_s']:10.2f}{row['waiting_s'] * 1e3:10.1f}"
             f"{row['loss']:9.4f}"
         )
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    print(json.dumps({"settings": vars(args), "load": os.getloadavg()[0], "found": found}))
+    print_record(args, found)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from parity import BASE, different, mean_error, run_layout, worst  # noqa: E402
+from small_models import LLAMA  # noqa: E402
 
 from megatron.config import make_config  # noqa: E402
 from megatron.training.initialize import Launch  # noqa: E402
@@ -44,14 +45,6 @@ COMMON: dict[str, Any] = {
     "micro_batch_size": 1,
     "global_batch_size": 4,
     "ddp_num_buckets": 3,
-}
-LLAMA = {
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "swiglu": True,
-    "ffn_hidden_size": 48,
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
 }
 # Weights of the balancing losses are large, so that a wrong factor on one shows in the gradients.
 EXPERTS = LLAMA | {

@@ -103,51 +103,6 @@ class RunConfig:
         lines.extend(f"# {name}: {yaml_value(getattr(self, name))}" for name in rest)
         return "\n".join(lines) + "\n"
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Rebuild a configuration from :meth:`to_dict`.
-
-        Args:
-            values: Field values; derived fields other than ``world_size`` are computed anew.
-
-        Returns:
-            A finalized configuration.
-
-        Raises:
-            ConfigError: A name is unknown or the result cannot work.
-        """
-        world_size = values.get("world_size", 1)
-        fields = {
-            name: value
-            for name, value in values.items()
-            if name not in SPECS or (not SPECS[name].setting.derived and value is not None)
-        }
-        if fields.get("train_samples") is not None:
-            fields.pop("train_iters", None)  # it was derived: both at once is a contradiction
-        return finalize(_without_derived(fields, world_size), world_size)
-
-
-_DERIVED_FROM_OTHERS = (
-    "ffn_hidden_size",
-    "moe_ffn_hidden_size",
-    "expert_tensor_parallel_size",
-    "kv_channels",
-    "num_query_groups",
-    "max_position_embeddings",
-    "padded_vocab_size",
-    "lr_decay_iters",
-    "lr_decay_samples",
-)
-
-
-def _without_derived(fields: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Drop values that come out the same when left open, so that ``replace`` derives them anew."""
-    open_fields = {k: v for k, v in fields.items() if k not in _DERIVED_FROM_OTHERS}
-    draft = Draft(open_fields, world_size)
-    derive(draft)
-    kept = {k: v for k, v in fields.items() if k in _DERIVED_FROM_OTHERS}
-    return {**open_fields, **{k: v for k, v in kept.items() if draft.values[k] != v}}
-
 
 def finalize(
     fields: Mapping[str, Any],

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.core.auxiliary import Auxiliary
-from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import Fp8State
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import ParallelState
@@ -21,12 +20,6 @@ from megatron.core.tensor_parallel.random import RngStreams
 if TYPE_CHECKING:
     from megatron.config import RunConfig
     from megatron.core.backends.contract import Backend
-
-_PARAMS_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -74,19 +67,6 @@ class Build:
 
     @property
     def params_dtype(self) -> torch.dtype:
-        """Data type in which parameters and activations live.
-
-        Raises:
-            PrecisionError: If the configuration names an unknown type.
-        """
-        name = self.config.params_dtype
-        if name not in _PARAMS_DTYPES:
-            raise PrecisionError(
-                complaint(
-                    "params_dtype",
-                    name,
-                    "Parameters are kept in one of three types",
-                    f"Use {', '.join(_PARAMS_DTYPES)}",
-                )
-            )
-        return _PARAMS_DTYPES[name]
+        """Data type in which parameters and activations live."""
+        dtype: torch.dtype = getattr(torch, self.config.params_dtype)
+        return dtype

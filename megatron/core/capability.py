@@ -1,29 +1,13 @@
-"""What this machine can do, each answer with its reason.
-
-Optional packages are only looked up, never imported: importing Transformer Engine can take seconds
-and can fail. Ask the backend registry whether it really runs.
-"""
+"""What this machine can do, each answer with its reason."""
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 import platform
 from dataclasses import dataclass
 
 import torch
 
-OPTIONAL_PACKAGES = {
-    "transformer_engine": "layers on CUDA by Transformer Engine",
-    "numba": "compiled FP8 rounding on a CPU",
-    "triton": "compiled FP8 kernels on CUDA",
-    "apex": "nothing here needs it; fused kernels come from torch",
-    "flash_attn": "nothing here needs it; attention comes from torch or Transformer Engine",
-    "transformers": "HuggingFace tokenizers and checkpoint conversion",
-    "tensorboard": "TensorBoard logging",
-    "wandb": "Weights & Biases logging",
-}
 FP8_COMPUTE_CAPABILITY = (8, 9)
 
 
@@ -40,23 +24,6 @@ class Fact:
     name: str
     present: bool
     reason: str
-
-
-@functools.cache
-def package(name: str) -> Fact:
-    """Look an optional package up without importing it."""
-    use = OPTIONAL_PACKAGES.get(name, "optional")
-    try:
-        found = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError) as error:
-        return Fact(name, False, f"broken installation ({error}); {use}")
-    if not found:
-        return Fact(name, False, f"not installed; {use}")
-    try:
-        version = importlib.metadata.version(name.replace("_", "-"))
-    except importlib.metadata.PackageNotFoundError:
-        version = "unknown version"
-    return Fact(name, True, f"{version}; {use}")
 
 
 def cuda() -> Fact:
@@ -123,14 +90,3 @@ def gemm_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     if dtype == torch.bfloat16 and cpu_bf16_gemm().present:
         return dtype
     return torch.float32
-
-
-def facts() -> list[Fact]:
-    """Everything worth knowing about this machine, for the banner and for reports."""
-    return [
-        Fact("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads"),
-        cuda(),
-        fp8_gemm(),
-        cpu_bf16_gemm(),
-        *(package(name) for name in OPTIONAL_PACKAGES),
-    ]

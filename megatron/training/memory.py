@@ -52,14 +52,8 @@ def measure(rank: int, iteration: int, device: torch.device, routine: bool = Fal
     )
 
 
-def count_parameters(cfg: RunConfig) -> int:
-    """Return the parameters of the whole model's matrices and embeddings."""
-    dense, experts = _parameters(cfg)
-    return dense + experts
-
-
-def _parameters(cfg: RunConfig) -> tuple[int, int]:
-    """Return the parameters of all matrices but the experts', and those of the experts."""
+def matrix_parameters(cfg: RunConfig) -> tuple[int, int]:
+    """Return the parameters of all matrices and embeddings but the experts', and the experts'."""
     h, matrices = cfg.hidden_size, 3 if cfg.swiglu else 2
     q = cfg.kv_channels * cfg.num_attention_heads
     kv = cfg.kv_channels * cfg.num_query_groups
@@ -114,7 +108,7 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
         instances = cfg.num_distributed_optimizer_instances
         shares = replicas / instances
         expert_shares = max(1.0, replicas * tp / expert_ranks / instances)
-    dense, experts = (float(count) for count in _parameters(cfg))
+    dense, experts = (float(count) for count in matrix_parameters(cfg))
     if pp > 1:
         table = cfg.padded_vocab_size * cfg.hidden_size
         copies = 2 if cfg.untie_embeddings_and_output_weights else 1

@@ -7,18 +7,9 @@ import functools
 import pytest
 import torch
 from parity import Outcome, run_layout, worst
+from small_models import GQA, LLAMA
 
-LLAMA = {
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "untie_embeddings_and_output_weights": True,
-    "ffn_hidden_size": 48,
-}
-EXPERTS = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 32, "moe_z_loss_coeff": 0.1}
+EXPERTS = {**LLAMA, **GQA, "num_experts": 4, "moe_ffn_hidden_size": 32, "moe_z_loss_coeff": 0.1}
 # Weights large enough that a wrong factor on any loss shows in the gradients.
 MIXTRAL = {
     **EXPERTS,
@@ -202,7 +193,7 @@ DELAYED = {
 )
 def test_delayed_scales_are_those_of_one_process(layout, dtype):
     """In the first step every rank sees the tensors of one process, expert by expert."""
-    expected = run_layout(MIXTRAL | DELAYED | dtype, 1, 1)[0]
+    expected = alone("mixtral", 1, tuple((DELAYED | dtype).items()))
     outcome = run_layout(MIXTRAL | DELAYED | dtype | layout, 2, 1)[0]
     assert outcome.fp8.keys() == expected.fp8.keys()
     assert sum(".experts." in path for path in outcome.fp8) == 2 * 4 * 2

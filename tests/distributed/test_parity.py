@@ -7,23 +7,14 @@ import functools
 import pytest
 import torch
 from parity import Outcome, different, mean_error, run_layout, worst
+from small_models import GQA, LLAMA
 
 SP = {"sequence_parallel": True}
 TP2 = {"tensor_model_parallel_size": 2}
 TP4 = {"tensor_model_parallel_size": 4}
 
-LLAMA = {
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "untie_embeddings_and_output_weights": True,
-    "ffn_hidden_size": 48,
-}
 ONE_P = {"apply_layernorm_1p": True, "untie_embeddings_and_output_weights": True}
-MODELS = {"gpt": {}, "llama": LLAMA, "1p": ONE_P}
+MODELS = {"gpt": {}, "llama": LLAMA | GQA, "1p": ONE_P}
 
 # name -> (fields, ranks)
 LAYOUTS = {

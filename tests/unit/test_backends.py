@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron.core import capability
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.native import NativeBackend
 from megatron.core.backends.registry import backends, resolve
+from megatron.core.capability import cpu_bf16_gemm, gemm_dtype
 from megatron.core.errors import BackendUnavailable
 
 
@@ -74,19 +74,11 @@ def test_on_this_cpu_auto_is_native():
     assert "transformer_engine" in reason
 
 
-def test_facts_have_reasons_and_import_nothing():
-    facts = {fact.name: fact for fact in capability.facts()}
-    assert all(fact.reason for fact in facts.values())
-    assert facts["torch"].reason.startswith(torch.__version__)
-    assert not facts["apex"].present
-    assert "not installed" in facts["apex"].reason
-
-
 def test_gemm_dtype_widens_only_what_the_cpu_cannot_multiply():
     cpu = torch.device("cpu")
-    assert capability.gemm_dtype(torch.float32, cpu) == torch.float32
-    assert capability.gemm_dtype(torch.float64, cpu) == torch.float64
-    assert capability.gemm_dtype(torch.float16, cpu) == torch.float32
-    assert capability.gemm_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
-    expected = torch.bfloat16 if capability.cpu_bf16_gemm().present else torch.float32
-    assert capability.gemm_dtype(torch.bfloat16, cpu) == expected
+    assert gemm_dtype(torch.float32, cpu) == torch.float32
+    assert gemm_dtype(torch.float64, cpu) == torch.float64
+    assert gemm_dtype(torch.float16, cpu) == torch.float32
+    assert gemm_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    expected = torch.bfloat16 if cpu_bf16_gemm().present else torch.float32
+    assert gemm_dtype(torch.bfloat16, cpu) == expected

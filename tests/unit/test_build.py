@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
+from megatron.config import make_config
 from megatron.core.build import Build
-from megatron.core.errors import PrecisionError
 from megatron.core.fp8 import DelayedScaling, Float8CurrentScaling, Fp8Policy, Fp8State
 from megatron.core.mesh import ParallelState
 from megatron.core.tensor_parallel.layers import LayerNormColumnParallelLinear
 from megatron.core.tensor_parallel.random import RngStreams
 
 
-def make(recipe=None, params_dtype="bfloat16"):
-    config = SimpleNamespace(
-        params_dtype=params_dtype,
-        sequence_parallel=False,
-        seed=1,
-        norm_epsilon=1e-5,
-        apply_layernorm_1p=False,
+def make(recipe=None, **fields):
+    config = make_config(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=1,
+        seq_length=4,
+        vocab_size=8,
+        micro_batch_size=1,
+        mock_data=True,
+        train_iters=1,
         normalization="RMSNorm",
+        **(fields or {"bf16": True}),
     )
     return Build(
         config=config,
@@ -45,16 +47,15 @@ def test_paths_grow_from_the_root():
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32)],
+    ("fields", "dtype"),
+    [
+        ({"bf16": True}, torch.bfloat16),
+        ({"fp16": True}, torch.float16),
+        ({"bf16": False}, torch.float32),
+    ],
 )
-def test_params_dtype(name, dtype):
-    assert make(params_dtype=name).params_dtype == dtype
-
-
-def test_unknown_params_dtype():
-    with pytest.raises(PrecisionError, match="params_dtype: got float8"):
-        _ = make(params_dtype="float8").params_dtype
+def test_params_dtype(fields, dtype):
+    assert make(**fields).params_dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.config import ConfigError, RunConfig, make_config
+from megatron.config import ConfigError, make_config
 from megatron.config.cli import SPELLINGS, build_parser, parse
 from megatron.config.schema import SPECS
 
@@ -375,7 +375,7 @@ class TestLaunchLines:
         line, world_size = TUTORIAL[name]
         cfg = config(line, world_size)
         assert cfg.fp8_format == "hybrid"
-        assert RunConfig.from_dict(cfg.to_dict()) == cfg
+        assert make_config(world_size, **cfg.given_dict()) == cfg
 
     def test_a_pipeline_layout_on_the_command_line(self):
         cfg = config(

@@ -603,7 +603,7 @@ ACCEPTED_ON_A_MESH = [
 def test_accepted_on_a_mesh(world_size, fields):
     assert problems(world_size, **fields) == []
     cfg = make_config(world_size, **{**TINY, **fields})
-    assert type(cfg).from_dict(cfg.to_dict()) == cfg
+    assert make_config(world_size, **cfg.given_dict()) == cfg
 
 
 def test_all_problems_come_at_once():

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, finalize_gradients
-from megatron.core.distributed.ddp import unwrap
 from megatron.core.mesh import Axis, ParallelState
 
 
@@ -102,9 +101,3 @@ def test_a_batch_without_tokens_has_no_gradient():
 def test_a_model_without_trained_parameters():
     module = nn.Linear(1, 1).requires_grad_(False)
     assert finalize_gradients(wrap(module), ParallelState.single(), 3) == 3
-
-
-def test_unwrap():
-    module = nn.Linear(1, 1)
-    assert unwrap(wrap(module)) is module
-    assert unwrap(module) is module

@@ -100,14 +100,6 @@ def test_directions_update_apart():
     assert book.generation == 1  # what was cast with forward scales is still good
 
 
-def test_nonfinite_columns_are_named():
-    book, _ = book_of("a", "b")
-    assert book.nonfinite() == []
-    book.history[0, 1] = float("inf")
-    book.history[2, 8] = float("nan")
-    assert book.nonfinite() == ["a.weight", "b.grad_output"]
-
-
 def test_replay_uses_earlier_scales():
     book, (a,) = book_of("a")
     slot = a.of(Role.INPUT)

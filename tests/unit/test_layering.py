@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -12,61 +13,23 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 
-# Longest matching prefix decides. A module imports its own level or lower ones.
-LEVELS = {
-    "megatron": 0,
-    "megatron.config": 0,
-    "megatron.core": 0,  # the package itself, which is empty
-    "megatron.core.errors": 1,
-    "megatron.core.capability": 1,
-    "megatron.core.comm_log": 1,
-    "megatron.core.files": 1,
-    "megatron.core.mesh": 1,
-    "megatron.core.paper": 1,
-    "megatron.core.wire": 1,
-    "megatron.observe": 1,  # the package itself
-    "megatron.observe.events": 1,
-    "megatron.core.fp8": 2,
-    "megatron.core.tensor_parallel": 2,  # the package itself, mappings and random
-    "megatron.core.tensor_parallel.mappings": 2,
-    "megatron.core.tensor_parallel.random": 2,
-    "megatron.core.shards": 2,
-    "megatron.core.backends.contract": 2,
-    "megatron.core.auxiliary": 2,
-    "megatron.core.build": 2,
-    "megatron.core.tensor_parallel.grouped": 3,
-    "megatron.core.tensor_parallel.layers": 3,
-    "megatron.core.tensor_parallel.overlap": 3,
-    "megatron.core.tensor_parallel.cross_entropy": 3,
-    "megatron.core.backends": 4,
-    "megatron.core.transformer": 4,
-    "megatron.core.models": 4,
-    "megatron.core.distributed": 5,
-    "megatron.core.optimizer": 5,
-    "megatron.core.pipeline_parallel": 5,
-    "megatron.core.datasets": 5,
-    "megatron.core.tokenizers": 5,
-    "megatron.core.dist_checkpointing": 5,
-    "megatron.training": 6,
-    "megatron.core.extensions": 7,
-    "megatron.core.parallel_state": 7,
-    "megatron.core.pipeline_parallel.schedules": 7,
-    "megatron.training.compat": 7,
-    "pretrain_gpt": 8,
-    "tools": 8,
-    "scripts": 8,
-}
-LEVELS |= {f"megatron.observe.{name}": 6 for name in ("bus", "timers", "sinks", "console")}
-OBSERVE_DEFAULT = 6
-# Level-5 packages are joined by `training`, not by each other. Tokenizers belong to the data.
-SIBLINGS = {
-    "megatron.core.distributed": "distributed",
-    "megatron.core.optimizer": "optimizer",
-    "megatron.core.pipeline_parallel": "pipeline_parallel",
-    "megatron.core.datasets": "datasets",
-    "megatron.core.tokenizers": "datasets",
-    "megatron.core.dist_checkpointing": "dist_checkpointing",
-}
+
+def levels_of(table):
+    """The level of each name in the table of CONTRIBUTING.md."""
+    found = {"megatron": 0, "megatron.core": 0}  # packages that are empty
+    for level, cell in re.findall(r"^\| (\d) \| ([^|]*) \|", table, re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", cell):
+            start, _, members = name.rstrip("}").partition("{")
+            for member in members.split(","):
+                path = f"{start}{member}"
+                prefix = "megatron." if (ROOT / "megatron" / path.split(".")[0]).exists() else ""
+                found[prefix + path] = int(level)
+    return found
+
+
+LEVELS = levels_of((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+# Level-5 packages are joined by `training`, not by each other.
+SIBLINGS = [name for name, level in LEVELS.items() if level == 5]
 # Third-party names and the only files that may import them.
 ONLY_IN = {
     "transformer_engine": {"megatron/core/backends/te.py"},
@@ -111,15 +74,13 @@ def level(module):
     name = module
     while name not in LEVELS and "." in name:
         name = name.rpartition(".")[0]
-    if name == "megatron.observe" and module != name:
-        return OBSERVE_DEFAULT
     return LEVELS.get(name)
 
 
 def sibling(module):
     if level(module) == 7:
         return None
-    return next((key for prefix, key in SIBLINGS.items() if module.startswith(prefix)), None)
+    return next((name for name in SIBLINGS if module.startswith(name)), None)
 
 
 def typing_only(node):
@@ -315,6 +276,11 @@ class TestTheWalkItself:
         assert level("megatron.observe.events") == 1
         assert level("megatron.observe.anything") == 6
         assert level("numpy") is None
+        assert level("tools.show") == 8
+
+    def test_the_table_names_what_there_is(self):
+        assert sorted(set(LEVELS.values())) == list(range(9))
+        assert [name for name in LEVELS if not is_module(name)] == []
 
     def test_imports_are_found_everywhere(self, tmp_path):
         file = tmp_path / "x.py"
@@ -333,6 +299,6 @@ class TestTheWalkItself:
         }
 
     def test_siblings(self):
-        assert sibling("megatron.core.optimizer.lr") == "optimizer"
-        assert sibling("megatron.core.datasets.blend") == sibling("megatron.core.tokenizers")
+        assert sibling("megatron.core.optimizer.lr") == "megatron.core.optimizer"
+        assert sibling("megatron.core.tensor_parallel.layers") is None
         assert sibling("megatron.core.pipeline_parallel.schedules") is None

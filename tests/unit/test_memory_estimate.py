@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import make_config
-from megatron.training.memory import count_parameters, theoretical_bytes
+from megatron.training.memory import matrix_parameters, theoretical_bytes
 
 MODEL = {
     "num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32,
@@ -20,10 +20,10 @@ def estimate(world_size=1, **fields):
 
 def test_a_stage_holds_its_share_of_the_layers_and_the_embedding():
     whole, (weights, activations) = estimate()
-    assert weights == 18 * count_parameters(whole)
+    assert weights == 18 * sum(matrix_parameters(whole))
     cfg, (split, kept) = estimate(4, pipeline_model_parallel_size=4)
     table = cfg.padded_vocab_size * cfg.hidden_size
-    assert split == 18 * ((count_parameters(cfg) - table) / 4 + table)
+    assert split == 18 * ((sum(matrix_parameters(cfg)) - table) / 4 + table)
     # Four microbatches of a quarter of the layers: about what one rank keeps of all layers.
     assert kept == pytest.approx(activations, rel=0.2)
 
@@ -43,13 +43,13 @@ def test_experts_are_spread_over_their_ranks():
     }  # fmt: skip
     whole, (weights, kept) = estimate(**experts)
     of_experts = 8 * 8 * 3 * 64 * 32
-    assert weights == 18 * count_parameters(whole)
+    assert weights == 18 * sum(matrix_parameters(whole))
     _, (spread, _) = estimate(4, **experts, expert_model_parallel_size=4)
     assert spread == weights - 18 * of_experts * 3 / 4
     _, (both, _) = estimate(
         8, **experts, expert_model_parallel_size=4, use_distributed_optimizer=True
     )
-    dense = count_parameters(whole) - of_experts
+    dense = sum(matrix_parameters(whole)) - of_experts
     assert both == (6 + 12 / 8) * dense + (6 + 12 / 2) * of_experts / 4
     _, (_, more) = estimate(**experts, moe_router_topk=4)
     assert more > kept

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 # Last part of a layer's path to the name that its buffers begin with.
 BUFFER_OF = {"linear_qkv": "qkv", "linear_proj": "proj", "linear_fc1": "fc1", "linear_fc2": "fc2"}
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def layer_arguments(
@@ -116,7 +115,7 @@ def start(library: Library, config: RunConfig, axis: Axis) -> str:
         shape=[rows, config.hidden_size],
         tp_size=axis.size,
         modes=_modes(config, library.version),
-        dtype=_DTYPES[config.params_dtype],
+        dtype=getattr(torch, config.params_dtype),
         settings=settings,
         bootstrap_backend=config.tp_comm_bootstrap_backend,
     )

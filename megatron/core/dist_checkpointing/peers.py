@@ -12,6 +12,7 @@ from typing import TypeVar
 from megatron.core import wire
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import Axis
+from megatron.core.tensor_parallel.mappings import gather_objects
 
 T = TypeVar("T")
 
@@ -33,9 +34,7 @@ class Peers:
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on every rank."""
-        if self.size == 1:
-            return [value]
-        return wire.gather_objects(value, self._axis)
+        return gather_objects(value, self._axis)
 
     def agree(self, problem: str | None) -> None:
         """Raise the first problem that any rank has on all of them.

@@ -259,11 +259,6 @@ def _by_kind(
     return [(expert if kind[0] else dense, kinds[kind]) for kind in order]
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model itself, without the data-parallel wrapper."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def as_chunks(
     model: DistributedDataParallel | Sequence[DistributedDataParallel],
 ) -> list[DistributedDataParallel]:

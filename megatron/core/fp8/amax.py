@@ -392,11 +392,6 @@ class AmaxBook:
                     out[column] = f"{path}.{known[i % len(known)]}{suffix}"
         return out
 
-    def nonfinite(self) -> list[str]:
-        """Columns whose history holds an infinity or a NaN. Waits for the device."""
-        bad = (~torch.isfinite(self.history)).any(dim=0).tolist()
-        return [name for name, is_bad in zip(self.names(), bad, strict=True) if is_bad]
-
     # -- checkpoint -----------------------------------------------------------------------------
 
     def state_dict(self, paths: Iterable[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:

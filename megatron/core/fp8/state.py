@@ -19,8 +19,6 @@ from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
 from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from megatron.core.mesh import Axis
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 
 def recipe_from_config(fp8: Any) -> Recipe | None:
     """The recipe that the `fp8_*` fields describe; None if FP8 is off.
@@ -124,7 +122,7 @@ class Fp8State:
         return cls(
             policy,
             device=device,
-            params_dtype=_DTYPES[config.params_dtype],
+            params_dtype=getattr(torch, config.params_dtype),
             emulation=config.fp8_emulation,
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 import re
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.core.errors import MegatronError, complaint
@@ -323,8 +322,3 @@ def to_text(schedule: Schedule) -> str:
 def from_text(text: str) -> Schedule:
     """Read what `to_text` wrote."""
     return [[Action.parse(word) for word in line.split()] for line in text.strip().splitlines()]
-
-
-def microbatches_of(actions: Iterable[Action], op: Op) -> list[int]:
-    """Return the microbatches on which `op` is run, in order."""
-    return [a.microbatch for a in actions if a.op is op and a.microbatch is not None]

@@ -307,18 +307,22 @@ class _Pair(torch.autograd.Function):
 _differentiable: Callable[..., torch.Tensor] = _Pair.apply
 
 
-def _apply(x: torch.Tensor, axis: Axis, forward: _Op, adjoint: _Op) -> torch.Tensor:
+def with_adjoint(x: torch.Tensor, axis: Axis, forward: _Op, adjoint: _Op) -> torch.Tensor:
+    """Return `forward(x, axis)`, whose gradient goes back through `adjoint(gradient, axis)`.
+
+    Both are the identity on an axis of size 1, where neither is called.
+    """
     return x if axis.size == 1 else _differentiable(x, axis, forward, adjoint)
 
 
 def copy_to_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Enter a parallel region with a replicated tensor: identity; backward sums over the axis."""
-    return _apply(x, axis, _identity, all_reduce)
+    return with_adjoint(x, axis, _identity, all_reduce)
 
 
 def reduce_from_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Leave a parallel region with partial sums: sum over the axis; backward is the identity."""
-    return _apply(x, axis, all_reduce, _identity)
+    return with_adjoint(x, axis, all_reduce, _identity)
 
 
 def gather_along_first_dim(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -326,17 +330,17 @@ def gather_along_first_dim(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
     `[s/axis, ...] -> [s, ...]`; backward sums over the axis and scatters.
     """
-    return _apply(x, axis, all_gather, reduce_scatter)
+    return with_adjoint(x, axis, all_gather, reduce_scatter)
 
 
 def reduce_scatter_along_first_dim(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Partial sums of the whole sequence to sequence shards: `[s, ...] -> [s/axis, ...]`."""
-    return _apply(x, axis, reduce_scatter, all_gather)
+    return with_adjoint(x, axis, reduce_scatter, all_gather)
 
 
 def scatter_along_first_dim(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A replicated sequence to sequence shards; backward gathers: `[s, ...] -> [s/axis, ...]`."""
-    return _apply(x, axis, split, all_gather)
+    return with_adjoint(x, axis, split, all_gather)
 
 
 def gather_replicated_along_first_dim(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -344,14 +348,14 @@ def gather_replicated_along_first_dim(x: torch.Tensor, axis: Axis) -> torch.Tens
 
     `[s/axis, ...] -> [s, ...]`; backward takes this rank's part.
     """
-    return _apply(x, axis, all_gather, split)
+    return with_adjoint(x, axis, all_gather, split)
 
 
 def scatter_to_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A replicated tensor to shards of its last dimension; backward gathers."""
-    return _apply(x, axis, _split_last, _gather_last)
+    return with_adjoint(x, axis, _split_last, _gather_last)
 
 
 def gather_from_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Shards of the last dimension to the whole, for a replicated consumer; backward splits."""
-    return _apply(x, axis, _gather_last, _split_last)
+    return with_adjoint(x, axis, _gather_last, _split_last)

@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron.core import wire
 from megatron.core.errors import MeshError, complaint
 from megatron.core.mesh import Axis
-from megatron.core.tensor_parallel.mappings import all_gather, reduce_scatter
+from megatron.core.tensor_parallel.mappings import all_gather, reduce_scatter, with_adjoint
 from megatron.core.tensor_parallel.random import derive_seed
 from megatron.core.transformer.attention_kernel import (
     Block,
@@ -395,26 +395,11 @@ def _heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
     return received.movedim(0, 2).flatten(2, 3)
 
 
-class _Exchange(torch.autograd.Function):
-    """`[s, b, n, d]` of some tokens to `[S, b, n / P, d]` of some heads, or back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, to_heads: bool) -> Tensor:
-        ctx.axis, ctx.to_heads = axis, to_heads
-        return _tokens_to_heads(x, axis) if to_heads else _heads_to_tokens(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        back = _heads_to_tokens if ctx.to_heads else _tokens_to_heads
-        return back(grads[0], ctx.axis), None, None
-
-
-_exchanged: Callable[..., Tensor] = _Exchange.apply
-
-
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:
-    return _exchanged(x, axis, True)
+    """`[s, b, n, d]` of some tokens to `[S, b, n / P, d]` of some heads."""
+    return with_adjoint(x, axis, _tokens_to_heads, _heads_to_tokens)
 
 
 def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
-    return _exchanged(x, axis, False)
+    """The way back."""
+    return with_adjoint(x, axis, _heads_to_tokens, _tokens_to_heads)

@@ -55,8 +55,7 @@ def _optimizer_tensors(optimizer: MixedPrecisionOptimizer) -> Iterator[torch.Ten
 
 
 def _fp8_tensors(parts: Parts) -> list[torch.Tensor]:
-    book = parts.fp8.book
-    return [] if book is None else [book.history, book.scale]
+    return [tensor for book in parts.fp8.books for tensor in (book.history, book.scale)]
 
 
 def kept_tensors(parts: Parts) -> list[torch.Tensor]:
