@@ -138,7 +138,7 @@ def test_a_failing_rank_is_shown_and_the_next_layout_runs(monkeypatch, capsys):
         (["--timeout", "0"], "--timeout: got 0"),
         (["--json", "no/such/folder/x.json"], "--json: got no/such/folder/x.json"),
         (["--shrink", "layers=2"], "--shrink: got 'layers=2'"),
-        (["--shrink", "num_attention_heads=3"], "the small model cannot run there"),
+        (["--shrink", "num_attention_heads=3"], "The small model cannot run there"),
         (["--num-layer", "2"], "Did you mean --num-layers?"),
         (["--layouts"], "--layouts: got nothing"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config import RunConfig
+from megatron.core.mesh import MeshSizes
 from megatron.core.pipeline_parallel.simulate import simulate
 from megatron.training.communication import aligned, lines, readable, sent_bytes
 from megatron.training.dry_run.checks import Stored
@@ -36,6 +37,9 @@ def mesh_lines(cfg: RunConfig, groups: dict[str, tuple[int, int]]) -> list[str]:
         "dp": cfg.data_parallel_size,
     }
     mesh = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    if cfg.num_experts is not None:
+        seen = MeshSizes.from_config(cfg, cfg.world_size)
+        mesh += f"; experts etp {seen.expert_tp} x ep {seen.ep} x edp {seen.edp} x pp {seen.pp}"
     return [
         f"dry run: {cfg.world_size} rank(s) on paper, {mesh}",
         f"groups (number x ranks): {found}" if found else "groups: none, there is one rank",
