@@ -107,7 +107,8 @@ class Draft:
         """Return the advice to run on a multiple of so many processes."""
         if self.values["dry_run"]:
             return f"Set --fake-world-size to a multiple of {ranks}"
-        return f"Start a multiple of {ranks} processes"
+        launcher = " with torchrun" if self.values["world_size"] == 1 else ""
+        return f"Start a multiple of {ranks} processes{launcher}"
 
     def fill(self, name: str, value: Any) -> None:
         """Set a field that the user left open."""

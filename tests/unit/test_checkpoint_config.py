@@ -84,6 +84,17 @@ def test_patterns_of_layers_are_compared_by_what_they_say():
     assert "--moe-router-topk is 2 in the checkpoint and 3" in str(failure.value)
 
 
+@pytest.mark.parametrize("entry", [{"num_experts": None}, {}])
+def test_a_model_with_experts_is_another_one_than_a_dense_one(entry):
+    dense = {n: v for n, v in saved(**LLAMA).items() if n != "num_experts"} | entry
+    with pytest.raises(CheckpointError) as failure:
+        check_same_model(dense, small_config(**{**MOE, "moe_router_topk": 3}, load="x"))
+    assert "--num-experts is not set in the checkpoint and 4 in this run" in str(failure.value)
+    assert "--moe" not in str(failure.value)
+    with pytest.raises(CheckpointError, match="--num-experts is 4 in the checkpoint and not set"):
+        check_same_model(saved(**MOE), small_config(**LLAMA, load="x"))
+
+
 def test_a_longer_context_needs_finetune():
     settings = saved(**LLAMA)
     longer = small_config(**{**LLAMA, "rotary_base": 500000}, load="x")

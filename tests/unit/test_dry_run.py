@@ -62,7 +62,7 @@ class TestTheCommand:
         args = ["--tensor-model-parallel-size", "2", *experts, *sizes]
         code, out, _ = run(capsys, *MOCK, "--fake-world-size", "8", *args)
         assert code == 0
-        assert "pp 2 x dp 2; experts etp 1 x ep 2 x edp 2 x pp 2" in out
+        assert "pp 2 x dp 2; experts etp 1 x ep 2 x pp 2 x edp 2" in out
         code, _, err = run(capsys, *MOCK, "--fake-world-size", "6", *args)
         assert (code, err.count("Set --fake-world-size to a multiple of 4")) == (2, 2)
 

@@ -30,16 +30,8 @@ _COLUMNS = (
 def mesh_lines(cfg: RunConfig, groups: dict[str, tuple[int, int]]) -> list[str]:
     """Describe the mesh."""
     found = "; ".join(f"{name}: {count} x {size}" for name, (count, size) in groups.items())
-    sizes = {
-        "tp": cfg.tensor_model_parallel_size,
-        "cp": cfg.context_parallel_size,
-        "pp": cfg.pipeline_model_parallel_size,
-        "dp": cfg.data_parallel_size,
-    }
-    mesh = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    if cfg.num_experts is not None:
-        seen = MeshSizes.from_config(cfg, cfg.world_size)
-        mesh += f"; experts etp {seen.expert_tp} x ep {seen.ep} x edp {seen.edp} x pp {seen.pp}"
+    sizes = MeshSizes.from_config(cfg, cfg.world_size)
+    mesh = sizes.text(experts=cfg.num_experts is not None)
     return [
         f"dry run: {cfg.world_size} rank(s) on paper, {mesh}",
         f"groups (number x ranks): {found}" if found else "groups: none, there is one rank",
