@@ -202,7 +202,8 @@ class MeshSizes:
         shown = f"tp {self.tp} x cp {self.cp} x pp {self.pp} x dp {self.dp}"
         if not experts:
             return shown
-        return f"{shown}; experts etp {self.expert_tp} x ep {self.ep} x pp {self.pp} x edp {self.edp}"
+        size = f"etp {self.expert_tp} x ep {self.ep} x pp {self.pp} x edp {self.edp}"
+        return f"{shown}; experts {size}"
 
     def as_dict(self) -> dict[str, int]:
         """Sizes by axis name, for `groups_of`."""
