@@ -1,4 +1,4 @@
-# Two commands matter: `make quickstart` and `make test`. Both do all their own set-up.
+# Two commands matter: `make quickstart` and `make test`. Both do all their own set-up; `make env` does nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,10 +11,13 @@ else
 PIP_INSTALL += -c constraints.txt
 endif
 
-.PHONY: quickstart test parity lint docs bench clean
+.PHONY: quickstart env test parity lint docs bench clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python tools/quickstart.py
+
+env: $(VENV)/.run
+	@echo "$(VENV) is ready; '. $(VENV)/bin/activate' puts its python and torchrun first"
 
 test: $(VENV)/.dev lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -149,7 +149,7 @@ def show_communication(args: argparse.Namespace, flags: Sequence[str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = ToolParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="schedule|comm", required=True)
     _add_schedule(commands.add_parser("schedule", help="a pipeline schedule on a time axis"))
     comm = commands.add_parser("comm", help="what a rank sends in a step; takes a run's flags")
     comm.add_argument("--rank", type=int, help="one rank (default: all that send something else)")

@@ -103,6 +103,13 @@ class Draft:
         """Return whether all these fields hold positive numbers."""
         return all(isinstance(self.values[n], int) and self.values[n] > 0 for n in names)
 
+    def start(self, ranks: int) -> str:
+        """Return the advice to run on a multiple of so many processes."""
+        if self.values["dry_run"]:
+            return f"Set --fake-world-size to a multiple of {ranks}"
+        launcher = " with torchrun" if self.values["world_size"] == 1 else ""
+        return f"Start a multiple of {ranks} processes{launcher}"
+
     def fill(self, name: str, value: Any) -> None:
         """Set a field that the user left open."""
         if self.values[name] is None:

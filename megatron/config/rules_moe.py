@@ -311,7 +311,7 @@ def expert_mesh_fills_the_world(c: Draft) -> Iterator[Problem]:
             tuple(flag_of(name) for name in names),
             f"{etp}, {ep} and {pp} on {c.world_size} processes",
             f"One set of all experts needs {etp * ep * pp} processes, and they must divide all",
-            f"Start a multiple of {etp * ep * pp} processes, or lower a size",
+            f"{c.start(etp * ep * pp)}, or lower a size",
         )
 
 

@@ -51,7 +51,7 @@ def mesh_fills_the_world(c: Draft) -> Iterator[Problem]:
             tuple(flag_of(name) for name in names),
             f"{tp}, {pp} and {cp} on {c.world_size} processes",
             f"One replica needs {tp * pp * cp} processes, and they must divide all processes",
-            f"Start a multiple of {tp * pp * cp} processes, or lower a size",
+            f"{c.start(tp * pp * cp)}, or lower a size",
         )
 
 

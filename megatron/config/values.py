@@ -97,11 +97,13 @@ def coerce(spec: Spec, value: Any) -> Any:
 
 def coerce_problem(spec: Spec, value: Any, why: str, origin: str = "") -> Problem:
     """Build the problem for a value that :func:`coerce` refused."""
-    guess = nearest(str(value), [str(c) for c in spec.setting.choices])
+    words = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    guess = nearest(words, [str(c) for c in spec.setting.choices])
     fix = f"Did you mean {guess}?" if guess else "Give one of these values"
     if not spec.setting.choices:
         fix = "Give such a value or leave it out"
-    return Problem((spec.flag,), f"{value!r}{origin}", why, fix)
+    got = repr(value[0] if isinstance(value, list | tuple) and len(value) == 1 else value)
+    return Problem((spec.flag,), f"{got}{origin}", why, fix)
 
 
 def split_weights(text: str) -> list[float]:

@@ -197,6 +197,14 @@ class MeshSizes:
         """Data-parallel size of expert layers."""
         return self.world // (self.expert_tp * self.ep * self.pp)
 
+    def text(self, experts: bool) -> str:
+        """The sizes for a reader; those of expert layers where there are any."""
+        shown = f"tp {self.tp} x cp {self.cp} x pp {self.pp} x dp {self.dp}"
+        if not experts:
+            return shown
+        size = f"etp {self.expert_tp} x ep {self.ep} x pp {self.pp} x edp {self.edp}"
+        return f"{shown}; experts {size}"
+
     def as_dict(self) -> dict[str, int]:
         """Sizes by axis name, for `groups_of`."""
         return {

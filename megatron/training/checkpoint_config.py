@@ -128,7 +128,7 @@ def stacking_of(cfg: RunConfig) -> schema.Stacking:
 def differences(saved: Mapping[str, Any], cfg: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the architecture fields that differ: name -> (saved, own)."""
     own = {name: getattr(cfg, name) for name in ARCHITECTURE}
-    return {
+    found = {
         name: (saved[name], own[name])
         for name in ARCHITECTURE
         if name in saved
@@ -136,6 +136,12 @@ def differences(saved: Mapping[str, Any], cfg: RunConfig) -> dict[str, tuple[Any
         and not _same(name, saved[name], own[name], cfg.num_layers)
         and not _no_effect(name, own)
     }
+    # A model without experts has no number of them, in a checkpoint no entry either.
+    experts = (saved.get("num_experts"), own["num_experts"])
+    if "num_layers" in saved and experts.count(None) == 1:
+        found = {name: pair for name, pair in found.items() if not name.startswith("moe_")}
+        found["num_experts"] = experts
+    return found
 
 
 def _same(name: str, saved: Any, own: Any, num_layers: int) -> bool:
@@ -166,6 +172,10 @@ def _no_effect(name: str, values: Mapping[str, Any]) -> bool:
     return name == "group_query_attention"
 
 
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
 def check_same_model(saved: Mapping[str, Any], cfg: RunConfig) -> list[str]:
     """Refuse a checkpoint of another model.
 
@@ -177,7 +187,7 @@ def check_same_model(saved: Mapping[str, Any], cfg: RunConfig) -> list[str]:
     """
     found = differences(saved, cfg)
     lines = {
-        name: f"{flag_of(name)} is {was} in the checkpoint and {now} in this run"
+        name: f"{flag_of(name)} is {_shown(was)} in the checkpoint and {_shown(now)} in this run"
         for name, (was, now) in found.items()
     }
     refused = [n for n in found if not (cfg.finetune and n in _TUNABLE)]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron.config import RunConfig
 from megatron.core.errors import TrainingError, complaint
+from megatron.core.mesh import MeshSizes
 from megatron.observe.bus import Bus
 from megatron.observe.events import (
     CheckpointSaved,
@@ -122,6 +123,9 @@ class Trainer:
         cfg, runtime = self.config, self._runtime
         for notice in self._notices:
             self._say(f"NOTE: {notice}")
+        sizes = MeshSizes.from_config(cfg, cfg.world_size)
+        layout = sizes.text(experts=cfg.num_experts is not None)
+        self._say(f"using world size: {cfg.world_size}, {layout}")
         self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
         check_save(cfg, self.mesh, self._say)
         self._parts = setup_model(cfg, runtime)

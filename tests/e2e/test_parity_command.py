@@ -142,7 +142,7 @@ def test_a_failing_rank_is_shown_and_the_next_layout_runs(monkeypatch, capsys):
         (["--shrink", "global_batch_size=4"], "global_batch_size is no size of a model"),
         (["--layouts", "tp2:tp_comm_overlap=true"], "--sequence-parallel"),
         (["--shrink", "layers=2"], "--shrink: got 'layers=2'"),
-        (["--shrink", "num_attention_heads=3"], "the small model cannot run there"),
+        (["--shrink", "num_attention_heads=3"], "The small model cannot run there"),
         (["--num-layer", "2"], "Did you mean --num-layers?"),
         (["--layouts"], "--layouts: got nothing"),
     ],

@@ -97,6 +97,7 @@ def test_log_lines_of_a_run(tmp_path):
         line,
     ), line
     for text in [
+        "using world size: 2, tp 1 x cp 1 x pp 1 x dp 2",
         "setting number of microbatches to constant 2",
         "------------------------ arguments ------------------------",
         " > datasets target sizes (minimum size):",

@@ -95,14 +95,18 @@ def test_patterns_of_layers_are_compared_by_what_they_say():
     ("was", "now", "said"),
     [
         ({"moe_router_topk_scaling_factor": 2.5}, {}, "scaling-factor is 2.5 in the checkpoint"),
-        ({}, {"moe_router_topk_scaling_factor": 2.5}, "scaling-factor is None in the checkpoint"),
+        (
+            {},
+            {"moe_router_topk_scaling_factor": 2.5},
+            "scaling-factor is not set in the checkpoint",
+        ),
         (
             {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
             {},
-            "--moe-router-num-groups is 2 in the checkpoint and None",
+            "--moe-router-num-groups is 2 in the checkpoint and not set",
         ),
-        ({"num_experts": None}, {}, "--num-experts is None in the checkpoint and 4"),
-        ({}, {"num_experts": None}, "--num-experts is 4 in the checkpoint and None"),
+        ({"num_experts": None}, {}, "--num-experts is not set in the checkpoint and 4"),
+        ({}, {"num_experts": None}, "--num-experts is 4 in the checkpoint and not set"),
     ],
 )
 def test_a_router_that_lost_a_setting_is_another_one(was, now, said):
@@ -124,6 +128,17 @@ def test_equal_routers_written_differently_are_one():
     now = small_config(**MOE, moe_router_topk_scaling_factor=1.0)
     assert check_same_model(stored, now) == []
     assert adopt(bare(moe_layer_freq="([0]*1+[1]*1)"), stored).num_experts == 4
+
+
+@pytest.mark.parametrize("entry", [{"num_experts": None}, {}])
+def test_a_model_with_experts_is_another_one_than_a_dense_one(entry):
+    dense = {n: v for n, v in saved(**LLAMA).items() if n != "num_experts"} | entry
+    with pytest.raises(CheckpointError) as failure:
+        check_same_model(dense, small_config(**{**MOE, "moe_router_topk": 3}, load="x"))
+    assert "--num-experts is not set in the checkpoint and 4 in this run" in str(failure.value)
+    assert "--moe" not in str(failure.value)
+    with pytest.raises(CheckpointError, match="--num-experts is 4 in the checkpoint and not set"):
+        check_same_model(saved(**MOE), small_config(**LLAMA, load="x"))
 
 
 def test_a_longer_context_needs_finetune():

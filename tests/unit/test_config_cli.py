@@ -114,6 +114,9 @@ class TestFlags:
             ("--config", ["--config", "YAML"]),
             ("--fp8-format hybrd", ["Did you mean hybrid?"]),
             ("--num-layers two", ["'two'", "whole number"]),
+            ("--cp-comm-type ring", ["--cp-comm-type: got 'ring'. The choices are p2p"]),
+            ("--cp-comm-type p2 p2", ["got ('p2', 'p2')"]),
+            ("--tensor-model-parallel-size 2", ["Start a multiple of 2 processes with torchrun"]),
         ],
     )
     def test_mistakes(self, line, words):

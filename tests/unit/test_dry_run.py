@@ -56,6 +56,16 @@ class TestTheCommand:
         assert out.count("communication of a step") == 2
         assert out.splitlines()[-1].startswith("the dry run is done")
 
+    def test_the_experts_have_a_mesh_of_their_own(self, capsys):
+        experts = ["--num-experts", "4", "--disable-bias-linear"]
+        sizes = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1", *PP2]
+        args = ["--tensor-model-parallel-size", "2", *experts, *sizes]
+        code, out, _ = run(capsys, *MOCK, "--fake-world-size", "8", *args)
+        assert code == 0
+        assert "pp 2 x dp 2; experts etp 1 x ep 2 x pp 2 x edp 2" in out
+        code, _, err = run(capsys, *MOCK, "--fake-world-size", "6", *args)
+        assert (code, err.count("Set --fake-world-size to a multiple of 4")) == (2, 2)
+
     def test_fp8_is_shown_and_counted(self, capsys):
         fp8 = ["--bf16", "--fp8-format", "hybrid"]
         code, out, _ = run(capsys, *MOCK, *FOUR, *fp8)
@@ -67,7 +77,7 @@ class TestTheCommand:
     @pytest.mark.parametrize(
         ("args", "code", "message"),
         [
-            (["--fake-world-size", "3", *PP2], 2, "Start a multiple of 2 processes"),
+            (["--fake-world-size", "3", *PP2], 2, "Set --fake-world-size to a multiple of 2"),
             (["--fake-world-size", "0"], 2, "--fake-world-size: got 0. A run has at least"),
             ([*FOUR, "--hidden-size", "30"], 2, "--hidden-size"),
             ([*FOUR, "--global-batch-size", "6"], 2, "--global-batch-size, --micro-batch-size"),

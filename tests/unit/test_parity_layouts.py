@@ -10,7 +10,7 @@ from megatron.config import ConfigError, make_config
 from megatron.config.cli import parse
 from megatron.config.moe import auxiliary_losses
 from megatron.config.schema import SPECS
-from megatron.core.errors import MeshError
+from megatron.core.errors import MegatronError, MeshError
 from megatron.training.parity.check import failure_of, prepare
 from megatron.training.parity.layouts import one_process, parse_layout, usual_layouts
 from megatron.training.parity.ranks import RankError
@@ -207,8 +207,16 @@ def test_what_the_large_model_cannot_do_is_refused():
             fits(cfg, full, parse_layout(text))
     plan = prepare(cfg, None, steps=1)
     assert [layout.text for layout in plan.layouts] == ["dp2", "pp2"]
-    with pytest.raises(Exception, match="'tp2'. this configuration cannot run there"):
+    with pytest.raises(Exception, match="'tp2'. This configuration cannot run there"):
         prepare(cfg, ["tp2"], steps=1)
+
+
+def test_all_layouts_that_cannot_run_are_refused_at_once():
+    cfg = make_config(1, num_layers=6, hidden_size=48, num_attention_heads=3, seq_length=6)
+    with pytest.raises(MegatronError) as caught:
+        prepare(cfg, ["tp2", "pp2", "zb", "cp2"], steps=1)
+    said = [line for line in str(caught.value).splitlines() if line.startswith("--layouts: got")]
+    assert [line.split("'")[1] for line in said] == ["tp2", "zb", "cp2"]
 
 
 def test_usual_layouts_follow_the_model():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config import RunConfig
+from megatron.core.mesh import MeshSizes
 from megatron.core.pipeline_parallel.simulate import simulate
 from megatron.training.communication import aligned, lines, readable, sent_bytes
 from megatron.training.dry_run.checks import Stored
@@ -29,13 +30,8 @@ _COLUMNS = (
 def mesh_lines(cfg: RunConfig, groups: dict[str, tuple[int, int]]) -> list[str]:
     """Describe the mesh."""
     found = "; ".join(f"{name}: {count} x {size}" for name, (count, size) in groups.items())
-    sizes = {
-        "tp": cfg.tensor_model_parallel_size,
-        "cp": cfg.context_parallel_size,
-        "pp": cfg.pipeline_model_parallel_size,
-        "dp": cfg.data_parallel_size,
-    }
-    mesh = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    sizes = MeshSizes.from_config(cfg, cfg.world_size)
+    mesh = sizes.text(experts=cfg.num_experts is not None)
     return [
         f"dry run: {cfg.world_size} rank(s) on paper, {mesh}",
         f"groups (number x ranks): {found}" if found else "groups: none, there is one rank",

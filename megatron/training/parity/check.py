@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import ConfigError, RunConfig, make_config
-from megatron.core.errors import MegatronError
+from megatron.core.errors import MegatronError, MeshError
 from megatron.training.initialize import Launch
 from megatron.training.parity.judge import (
     Comparison,
@@ -107,18 +107,7 @@ def prepare(
         LayoutError: The user's model, or the small one, cannot run at a layout.
     """
     full = neutral(cfg)
-    layouts: list[Layout] = []
-    skipped: list[tuple[str, str]] = []
-    for text in usual_layouts(cfg) if texts is None else texts:
-        layout = parse_layout(text)
-        try:
-            fits(cfg, full, layout)
-        except ConfigError as error:
-            if texts is not None:
-                raise LayoutError(_misfit(layout, error, "this configuration")) from error
-            skipped.append((text, "; ".join(str(p) for p in error.problems)))
-            continue
-        layouts.append(layout)
+    layouts, skipped = _sorted_out(cfg, full, texts)
     model = shrink(cfg, full, layouts) if small else full
     model = with_batch(cfg, overridden(model, sizes or {}), layouts, steps)
     own = own_precision(model.fields)
@@ -132,8 +121,31 @@ def prepare(
             try:
                 make_config(layout.ranks, **plan.fields(layout, precision))
             except ConfigError as error:
-                raise LayoutError(_misfit(layout, error, "the small model")) from error
+                raise LayoutError(_misfit(layout, error, "The small model")) from error
     return plan
+
+
+def _sorted_out(
+    cfg: RunConfig, full: Model, texts: Sequence[str] | None
+) -> tuple[list[Layout], list[tuple[str, str]]]:
+    """Return the layouts that fit the user's model, and of the usual ones those that do not."""
+    layouts: list[Layout] = []
+    skipped: list[tuple[str, str]] = []
+    refused: list[MegatronError] = []
+    for text in usual_layouts(cfg) if texts is None else texts:
+        try:
+            layout = parse_layout(text)
+            fits(cfg, full, layout)
+        except ConfigError as error:
+            skipped.append((text, "; ".join(str(p) for p in error.problems)))
+            refused.append(LayoutError(_misfit(layout, error, "This configuration")))
+        except MeshError as error:
+            refused.append(error)
+        else:
+            layouts.append(layout)
+    if texts is not None and refused:
+        raise refused[0] if len(refused) == 1 else LayoutError("\n".join(map(str, refused)))
+    return layouts, skipped
 
 
 def _misfit(layout: Layout, error: ConfigError, what: str) -> str:
