@@ -142,7 +142,7 @@ class Layout:
             # Another size has other levels, or none: the result is the same with a plain ring.
             ring = ("p2p" if kind == "a2a+p2p" else kind for kind in settings["cp_comm_type"])
             settings["cp_comm_type"] = tuple(ring)
-        if self.size("tp") == 1 or not (settings | self.extra).get("sequence_parallel"):
+        if self.size("tp") == 1 or not {**settings, **self.extra}.get("sequence_parallel"):
             settings = without_overlap(settings)
         settings |= self.extra
         return {k: v for k, v in settings.items() if v is not None}
