@@ -9,11 +9,13 @@ from tests.e2e.test_resume import FP32
 
 PACKED = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
 CP2 = ["--context-parallel-size", "2"]
+LEVELS = ["--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "2"]
 LAYOUTS = {
     "cp2": (2, CP2),
     "cp2-tp2-sp": (4, [*CP2, "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "cp2-gather": (2, [*CP2, "--cp-comm-type", "p2p", "all_gather"]),
     "cp2-heads": (2, [*CP2, "--cp-comm-type", "a2a"]),
+    "cp4-levels": (4, [*LEVELS, "--cp-comm-type", "a2a+p2p"]),
 }
 
 

@@ -63,6 +63,7 @@ LAYOUTS = {
     "pp2-vpp2": (2, [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
     "tp2-pp2": (4, [*PP2, *TP2, "--sequence-parallel", "--tp-comm-overlap"]),
     "pp2-dp2": (4, [*PP2, *SHARDED]),
+    "pp2-dp2-zb": (4, [*PP2, *SHARDED, "--pipeline-schedule", "zb-h1"]),
 }
 
 
@@ -75,6 +76,7 @@ LAYOUTS = {
         ("pp2-vpp2", "tp2-pp2"),
         ("tp2-pp2", "single"),
         ("pp2", "pp2-dp2"),
+        ("pp2-dp2-zb", "pp2-dp2"),
         ("pp2-dp2", "pp2-vpp2"),
     ],
 )
