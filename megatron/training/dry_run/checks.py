@@ -33,6 +33,8 @@ _EXPERT_AXES = ("ep", "etp", "edp", "etp-ep", "etp-edp")
 def check_groups(cfg: RunConfig) -> dict[str, tuple[int, int]]:
     """Check that every axis' groups hold every rank once, and that axes tell ranks apart.
 
+    Ranks that share out experts have to be on one pipeline stage.
+
     Returns:
         Number of groups and ranks of each, for every axis that has groups of its own; expert axes
         only if there are experts.
@@ -61,12 +63,26 @@ def check_groups(cfg: RunConfig) -> dict[str, tuple[int, int]]:
             for group in groups:
                 for index, rank in enumerate(group):
                     place[rank] += (index,)
+        if token in _EXPERT_AXES:
+            _check_stages(token, groups, place)
         if extents != {1} and (has_experts or token not in _EXPERT_AXES):
             found.setdefault(tuple(map(tuple, groups)), token)
     if len(set(place.values())) != sizes.world:
         why = "Two of them have the same place on every axis"
         raise MeshError(complaint("ranks", sizes.world, why, _REPORT))
     return {token: (len(groups), len(groups[0])) for groups, token in found.items()}
+
+
+def _check_stages(
+    token: str, groups: Sequence[Sequence[int]], place: Mapping[int, tuple[int, ...]]
+) -> None:
+    """Refuse ranks that share experts although they hold different layers."""
+    for group in groups:
+        stages = sorted({place[rank][-1] for rank in group})
+        if len(stages) > 1:
+            got = f"ranks {', '.join(map(str, group))} of the stages {', '.join(map(str, stages))}"
+            why = "A layer with experts is on one pipeline stage"
+            raise MeshError(complaint(f"axis {token}", got, why, _REPORT))
 
 
 class _Numbers:
