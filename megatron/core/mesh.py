@@ -2,7 +2,8 @@
 
 Ranks are numbered along the axes `tp cp ep dp pp`, leftmost fastest. Dense layers see a mesh
 without `ep`; expert layers see one in which `tp` is `etp`, `cp` is 1 and `dp` is `edp`. Both use
-the same `pp`. An axis of size 1 has no process group, so one process needs no torch.distributed.
+the same `pp`, also where `dp` comes behind it: experts divide the ranks of one pipeline stage. An
+axis of size 1 has no process group, so one process needs no torch.distributed.
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ def groups_of(token: str, sizes: Mapping[str, int], order: str = DEFAULT_ORDER) 
 
     Args:
         token: Axis names joined by `-`. `ep`, `etp` and `edp` select the expert mesh (in which
-            only `pp` is shared with the dense one).
+            only `pp` is shared with the dense one, with the same groups in every order).
         sizes: Extent by axis name; a missing name is 1.
         order: The five dense names, fastest first.
 
@@ -264,19 +265,32 @@ def groups_of(token: str, sizes: Mapping[str, int], order: str = DEFAULT_ORDER) 
                 "Name dense axes (tp cp dp pp) or expert axes (etp ep edp pp), not both",
             )
         )
+    if not expert:
+        return _runs(names, set(wanted), sizes)
+    # A layer with experts is on one pipeline stage: its ranks, in their order, are dealt anew.
+    stage = [name for name in names if name != "pp"]
+    groups = _runs([*stage, "pp"], set(wanted), sizes)
+    if names[-1] == "pp":
+        return groups
+    dense = [name for name in _check_order(order) if name != "ep"]
+    rank_of = _numbers(dense, [*(name for name in dense if name != "pp"), "pp"], sizes)
+    return [sorted(rank_of[place] for place in group) for group in groups]
+
+
+def _runs(names: Sequence[str], wanted: set[str], sizes: Mapping[str, int]) -> list[list[int]]:
+    """Groups along some axes of a mesh whose ranks run through `names`, leftmost fastest."""
+    starts = _numbers(names, [name for name in names if name not in wanted], sizes)
+    steps = _numbers(names, [name for name in names if name in wanted], sizes)
+    return [[start + step for step in steps] for start in starts]
+
+
+def _numbers(names: Sequence[str], through: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
+    """Ranks, numbered along `names`, that one meets going along the axes `through`."""
     extents = [sizes.get(name, 1) for name in names]
     strides = [1, *itertools.accumulate(extents, lambda a, b: a * b)][: len(names)]
-
-    def offsets(selected: bool) -> list[int]:
-        """Rank offsets spanned by the (un)selected axes, leftmost fastest."""
-        spans = [
-            range(0, extent * stride, stride)
-            for name, extent, stride in zip(names, extents, strides, strict=True)
-            if (name in wanted) == selected
-        ]
-        return [sum(parts) for parts in itertools.product(*reversed(spans))]
-
-    return [[start + step for step in offsets(True)] for start in offsets(False)]
+    stride = dict(zip(names, strides, strict=True))
+    spans = [range(0, sizes.get(name, 1) * stride[name], stride[name]) for name in through]
+    return [sum(parts) for parts in itertools.product(*reversed(spans))]
 
 
 @dataclass(frozen=True)

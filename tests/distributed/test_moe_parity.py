@@ -100,6 +100,7 @@ LAYOUTS = [
     ("mixtral", CP2 | EP2 | A2A, 2),
     ("mixtral", PP2 | EP2, 4),
     ("mixtral", PP2 | EP2 | A2A | ZERO | {"pipeline_schedule": "zb-h1"}, 4),
+    ("mixtral", PP2 | EP2 | A2A | ZERO | {"use_tp_pp_dp_mapping": True}, 4),
     ("mixtral", EP2 | ZERO, 2),
     ("mixtral", EP2 | ZERO | A2A, 4),
     ("mixtral", EP2 | A2A | FULL, 2),

@@ -199,6 +199,16 @@ class TestGroups:
         with pytest.raises(MeshError, match=r"axis tp: got 2 groups"):
             checks.check_groups(small(4))
 
+    def test_experts_on_two_stages(self, monkeypatch):
+        right = checks.groups_of
+        monkeypatch.setattr(
+            checks,
+            "groups_of",
+            lambda token, *rest: right("pp" if token == "ep" else token, *rest),
+        )
+        with pytest.raises(MeshError, match="axis ep: got ranks 0, 2 of the stages 0, 1"):
+            checks.check_groups(small(4, pipeline_model_parallel_size=2))
+
     def test_two_ranks_at_one_place(self, monkeypatch):
         monkeypatch.setattr(checks, "groups_of", lambda *_: [[0, 1], [2, 3]])
         with pytest.raises(MeshError, match="the same place"):

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.core.errors import MeshError
 from megatron.core.mesh import (
+    DEFAULT_ORDER,
     PIPELINE_BEFORE_DATA_ORDER,
     Axis,
     MeshSizes,
@@ -85,13 +86,32 @@ def test_every_axis_partitions_the_world(sizes):
         assert all(g == sorted(g) for g in groups)
 
 
-def test_dense_and_expert_meshes_share_pipeline_groups():
-    """A pipeline group must be the same set of ranks whichever generator makes it."""
-    sizes = MeshSizes(world=16, tp=2, cp=2, pp=2, ep=4, etp=1).as_dict()
-    dense_pp = groups_of("pp", sizes)
-    expert = groups_of("ep-pp", sizes)
-    for group in dense_pp:
+@pytest.mark.parametrize("order", [DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, "pp-dp-tp-ep-cp"])
+@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2), (2, 4), (8, 1), (1, 1), (1, 2)])
+def test_dense_and_expert_meshes_share_pipeline_groups(order, ep, etp):
+    """The ranks that share the experts of a layer are on one pipeline stage, in every order."""
+    sizes = MeshSizes(world=16, tp=2, cp=2, pp=2, ep=ep, etp=etp).as_dict()
+    stages = {
+        rank: stage
+        for group in groups_of("pp", sizes, order)
+        for stage, rank in enumerate(group)
+    }  # fmt: skip
+    for token in ("ep", "etp", "edp", "etp-ep", "etp-edp"):
+        groups = groups_of(token, sizes, order)
+        assert sorted(itertools.chain(*groups)) == list(range(16))
+        assert all(group == sorted(group) for group in groups)
+        assert all(len({stages[rank] for rank in group}) == 1 for group in groups), (token, groups)
+    expert = groups_of("ep-pp", sizes, order)
+    for group in groups_of("pp", sizes, order):
         assert any(set(group) <= set(wide) for wide in expert)
+
+
+def test_experts_divide_a_stage_as_without_a_pipeline():
+    sizes = MeshSizes(world=8, tp=2, pp=2, ep=2, etp=2).as_dict()
+    order = PIPELINE_BEFORE_DATA_ORDER  # a stage's ranks are 0, 1, 4, 5 and 2, 3, 6, 7
+    assert groups_of("etp", sizes, order) == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert groups_of("ep", sizes, order) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups_of("edp", sizes, order) == [[0], [1], [4], [5], [2], [3], [6], [7]]
 
 
 def test_build_without_processes_makes_each_group_once_and_in_one_order():

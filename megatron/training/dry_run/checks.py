@@ -27,11 +27,14 @@ _PRIME = 2**61 - 1
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset and extents
 
 _AXES = ("tp", "cp", "dp", "pp", "dp-cp", *AMAX_REDUCTIONS)
+_PIPELINE = 3  # of the axes, the pipeline
 _EXPERT_AXES = ("ep", "etp", "edp", "etp-ep", "etp-edp")
 
 
 def check_groups(cfg: RunConfig) -> dict[str, tuple[int, int]]:
     """Check that every axis' groups hold every rank once, and that axes tell ranks apart.
+
+    Ranks that share out experts have to be on one pipeline stage.
 
     Returns:
         Number of groups and ranks of each, for every axis that has groups of its own; expert axes
@@ -43,6 +46,7 @@ def check_groups(cfg: RunConfig) -> dict[str, tuple[int, int]]:
     sizes = MeshSizes.from_config(cfg, cfg.world_size)
     found: dict[tuple[tuple[int, ...], ...], str] = {}
     place: dict[int, tuple[int, ...]] = dict.fromkeys(range(sizes.world), ())
+    shared: dict[str, list[list[int]]] = {}
     has_experts = getattr(cfg, "num_experts", None) is not None
     for token in (*_AXES, *_EXPERT_AXES):
         groups = groups_of(token, sizes.as_dict(), sizes.order)
@@ -61,12 +65,26 @@ def check_groups(cfg: RunConfig) -> dict[str, tuple[int, int]]:
             for group in groups:
                 for index, rank in enumerate(group):
                     place[rank] += (index,)
+        if token in _EXPERT_AXES:
+            shared[token] = groups
         if extents != {1} and (has_experts or token not in _EXPERT_AXES):
             found.setdefault(tuple(map(tuple, groups)), token)
     if len(set(place.values())) != sizes.world:
         why = "Two of them have the same place on every axis"
         raise MeshError(complaint("ranks", sizes.world, why, _REPORT))
+    for token, groups in shared.items():
+        _check_stages(token, groups, {rank: at[_PIPELINE] for rank, at in place.items()})
     return {token: (len(groups), len(groups[0])) for groups, token in found.items()}
+
+
+def _check_stages(token: str, groups: Sequence[Sequence[int]], stage_of: Mapping[int, int]) -> None:
+    """Refuse ranks that share experts although they hold different layers."""
+    for group in groups:
+        stages = sorted({stage_of[rank] for rank in group})
+        if len(stages) > 1:
+            got = f"ranks {', '.join(map(str, group))} of the stages {', '.join(map(str, stages))}"
+            why = "A layer with experts is on one pipeline stage"
+            raise MeshError(complaint(f"axis {token}", got, why, _REPORT))
 
 
 class _Numbers:
