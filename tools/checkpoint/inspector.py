@@ -30,7 +30,7 @@ from megatron.training.checkpoint_config import read_common, saved_settings  # n
 def parser() -> ToolParser:
     """Build the command line."""
     p = ToolParser(description=__doc__)
-    p.add_argument("what", choices=tuple(_ACTIONS))
+    p.add_argument("what", metavar="|".join(_ACTIONS), choices=tuple(_ACTIONS))
     p.add_argument("directory", type=Path, help="save directory, or one checkpoint's directory")
     p.add_argument("--step", type=int, help="iteration instead of the latest")
     return p
