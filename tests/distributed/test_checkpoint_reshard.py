@@ -166,7 +166,7 @@ def config(root, **fields):
         "no_load_rng": False, "finetune": False, "exit_on_missing_checkpoint": False,
         "fp8_amax_reduction": "tp-cp-dp", "num_experts": EXPERTS, "moe_layer_freq": "1", **fields,
     }  # fmt: skip
-    names = ("num_layers", "hidden_size", "vocab_size")
+    names = ("num_layers", "hidden_size", "vocab_size", "num_experts")
     plain = {k: values.get(k) for k in names}
     from megatron.training import checkpoint_config
 
