@@ -102,7 +102,8 @@ def coerce_problem(spec: Spec, value: Any, why: str, origin: str = "") -> Proble
     fix = f"Did you mean {guess}?" if guess else "Give one of these values"
     if not spec.setting.choices:
         fix = "Give such a value or leave it out"
-    got = repr(value[0] if isinstance(value, list | tuple) and len(value) == 1 else value)
+    alone = spec.many and isinstance(value, list | tuple) and len(value) == 1
+    got = repr(value[0] if alone else value)
     return Problem((spec.flag,), f"{got}{origin}", why, fix)
 
 
