@@ -85,7 +85,6 @@ UNEVEN = {**PP2, "num_layers": 3, "decoder_first_pipeline_num_layers": 2}
 LAYOUTS = [
     ("mixtral", EP2, 2),
     ("mixtral", EP2 | A2A, 2),
-    ("mixtral", {"expert_model_parallel_size": 4}, 4),
     ("mixtral", {"expert_model_parallel_size": 4} | A2A, 4),
     ("mixtral", ETP2, 2),  # shares experts although nothing else is shared
     ("mixtral", ETP2 | A2A, 2),
@@ -96,7 +95,6 @@ LAYOUTS = [
     ("mixtral", TP2 | SP | ETP1 | EP2 | A2A, 2),
     ("mixtral", TP2 | EP2, 4),
     ("mixtral", TP2 | SP | EP2 | A2A, 4),
-    ("mixtral", CP2 | EP2, 2),
     ("mixtral", CP2 | EP2 | A2A, 2),
     ("mixtral", PP2 | EP2, 4),
     ("mixtral", PP2 | EP2 | A2A | ZERO | {"pipeline_schedule": "zb-h1"}, 4),
