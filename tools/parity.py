@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -140,12 +141,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         why = "It is a duration"
         raise MegatronError(complaint("--timeout", args.timeout, why, "Give seconds"))
     if args.json is not None:
-        try:
-            args.json.touch()
-        except OSError as error:
-            why = f"It cannot be written: {error.strerror}"
+        place = args.json if args.json.exists() else args.json.parent
+        if args.json.is_dir() or not os.access(place, os.W_OK):
+            why = "It is a folder" if args.json.is_dir() else "It cannot be written"
             fix = "Name a file in a folder that exists"
-            raise MegatronError(complaint("--json", args.json, why, fix)) from error
+            raise MegatronError(complaint("--json", args.json, why, fix))
 
 
 # -- output -------------------------------------------------------------------------------------
