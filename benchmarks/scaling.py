@@ -32,6 +32,8 @@ DENSE: dict[str, dict[str, Any]] = {
     "tp2_sp": TP_SP,
     "tp2_sp_over": {**TP_SP, "tp_comm_overlap": True},
     "cp2": {"context_parallel_size": 2},
+    "cp2_gather": {"context_parallel_size": 2, "cp_comm_type": ("all_gather",)},
+    "cp2_a2a": {"context_parallel_size": 2, "cp_comm_type": ("a2a",)},
     "pp2": PP,
     "pp2_zb": {**PP, "pipeline_schedule": "zb-h1"},
     "pp2_vpp2": VPP,
