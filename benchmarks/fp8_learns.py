@@ -34,6 +34,8 @@ VARIANTS = {
     "delayed": [*HYBRID, "--fp8-recipe", "delayed"],
     "tensorwise": [*HYBRID, "--fp8-recipe", "tensorwise"],
     "e4m3": [*E4M3, "--fp8-recipe", "delayed"],
+    "blockwise": [*E4M3, "--fp8-recipe", "blockwise"],
+    "mxfp8": [*E4M3, "--fp8-recipe", "mxfp8"],
     "frozen-hybrid": [*HYBRID, "--fp8-recipe", "delayed"],
     "frozen-e4m3": [*E4M3, "--fp8-recipe", "delayed"],
 }

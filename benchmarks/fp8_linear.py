@@ -22,14 +22,21 @@ import torch.nn.functional as F
 from megatron.core.capability import cpu_bf16_gemm
 from megatron.core.fp8 import (
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
     Fp8Policy,
     Fp8State,
+    MXFP8BlockScaling,
     kernels,
     linear,
 )
 
-RECIPES = {"delayed": DelayedScaling(amax_history_len=16), "tensorwise": Float8CurrentScaling()}
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=16),
+    "tensorwise": Float8CurrentScaling(),
+    "blockwise": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+}
 Step = Callable[[], None]
 
 

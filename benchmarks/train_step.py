@@ -8,9 +8,9 @@ On a machine that others use, measure with --threads 1 and read the ratios of CP
     python benchmarks/train_step.py --layers 2 --seq 128  smaller
     python benchmarks/train_step.py --only native_bf16,native_fp8_delayed
 
-Contenders: `hf_bf16` (HuggingFace LlamaForCausalLM, sdpa), `native_bf16`, `native_fp8_delayed` and
-`native_fp8_tensorwise` with compiled kernels (numba) if there are any, and the same two with plain
-torch kernels. All are bf16 Llamas of one shape with torch's fused AdamW.
+Contenders: `hf_bf16` (HuggingFace LlamaForCausalLM, sdpa), `native_bf16`, `native_fp8_delayed`,
+`_tensorwise`, `_blockwise` and `_mxfp8` with compiled kernels (numba) if there are any, and the
+same with plain torch kernels. All are bf16 Llamas of one shape with torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.flops import flops_per_iteration
 
 CPU = torch.device("cpu")
+FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 
 
 @dataclass
@@ -157,7 +158,7 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
         "hf_bf16": ("plain", lambda: huggingface(args, tokens)),
         "native_bf16": ("plain", lambda: native(args, tokens)),
     }
-    for recipe in ("delayed", "tensorwise"):
+    for recipe in FORMATS:
         make = _fp8_maker(args, tokens, recipe)
         if fast == "compiled":
             makers[f"native_fp8_{recipe}"] = ("compiled", make)
@@ -172,7 +173,7 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
 def _fp8_maker(
     args: argparse.Namespace, tokens: torch.Tensor, recipe: str
 ) -> Callable[[], Callable[[], float]]:
-    return lambda: native(args, tokens, fp8_format="hybrid", fp8_recipe=recipe)
+    return lambda: native(args, tokens, fp8_format=FORMATS[recipe], fp8_recipe=recipe)
 
 
 def gemm_rate(dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.config import compat
+from megatron.config.fp8 import published_format
 from megatron.config.placement import PlacementError, virtual_size_of
 from megatron.config.problems import Problem
 from megatron.config.retired import REFUSED_VALUES
@@ -254,12 +255,22 @@ def _derive_data(c: Draft) -> None:
         c.fill("padded_vocab_size", padded)
 
 
+def _notice_gradient_format(c: Draft) -> None:
+    if c.fp8_format == "hybrid" and published_format(c.fp8_recipe) == "e4m3":
+        c.notices.append(
+            f"--fp8-format hybrid with --fp8-recipe {c.fp8_recipe}: gradients are E5M2, which have"
+            " a bit less precision; with scales for blocks E4M3 has range enough, and this recipe"
+            " is published with --fp8-format e4m3"
+        )
+
+
 _STEPS: tuple[Callable[[Draft], None], ...] = (
     _derive_shape,
     _derive_mesh,
     _derive_experts,
     _derive_duration,
     _notice_early_end,
+    _notice_gradient_format,
     _derive_data,
 )
 

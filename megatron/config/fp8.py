@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 from megatron.config.field import field
 
+BLOCK_RECIPES = ("blockwise", "mxfp8")
+
+
+def published_format(recipe: str) -> str:
+    """The `--fp8-format` that a recipe is published and best known with."""
+    return "e4m3" if recipe in BLOCK_RECIPES else "hybrid"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
@@ -17,8 +24,10 @@ class Fp8Config:
     )
     fp8_recipe: str = field(
         "delayed",
-        choices=("delayed", "tensorwise"),
-        help="Scales from the history of maxima (delayed) or from the tensor itself (tensorwise).",
+        choices=("delayed", "tensorwise", "blockwise", "mxfp8"),
+        help="Scales from the history of maxima (delayed), from the tensor itself (tensorwise), for"
+        " each 128 elements of a row and 128 x 128 of a weight (blockwise), or a power of two for"
+        " each 32 elements (mxfp8).",
     )
     fp8_margin: int = field(
         0, help="Delayed scaling: leave this many powers of two above the largest value."

@@ -231,7 +231,7 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
     (
         r"fp4-|fp8-quantizer|fp8-output|keep-fp8|reuse-grad-buf|te-precision",
         "That use of low precision is",
-        "Use --fp8-format with --fp8-recipe delayed or tensorwise",
+        "Use --fp8-format with --fp8-recipe delayed, tensorwise, blockwise or mxfp8",
     ),
     (
         r"cuda-graph|external-cuda|enable-cuda-graph|optimizer-cuda-graph",
@@ -292,17 +292,9 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
 
 # (field, value) to (why, fix): values Megatron-LM has for flags that exist here.
 REFUSED_VALUES: dict[tuple[str, str], tuple[str, str]] = {
-    ("fp8_recipe", "mxfp8"): (
-        "MXFP8 scales are not in this release",
-        "Use --fp8-recipe delayed or tensorwise",
-    ),
-    ("fp8_recipe", "blockwise"): (
-        "Blockwise scales are not in this release",
-        "Use --fp8-recipe delayed or tensorwise",
-    ),
     ("fp8_recipe", "custom"): (
         "Custom quantizers are not in this release",
-        "Use --fp8-recipe delayed or tensorwise",
+        "Use --fp8-recipe delayed, tensorwise, blockwise or mxfp8",
     ),
     ("moe_token_dispatcher_type", "flex"): (
         "Tokens travel by the collectives of --distributed-backend",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.alignment import misaligned
 from megatron.config.draft import DEFAULT_MODEL, Draft
+from megatron.config.fp8 import published_format
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
-
-FP8_ALIGNMENT = 16
 
 _AT_LEAST_ONE = (
     "num_layers",
@@ -276,7 +276,7 @@ def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
             changed,
             "no --fp8-format",
             "Without --fp8-format nothing runs in FP8",
-            "Add --fp8-format hybrid, or remove the other FP8 flags",
+            f"Add --fp8-format {published_format(c.fp8_recipe)}, or remove the other FP8 flags",
         )
 
 
@@ -292,8 +292,7 @@ def history_belongs_to_delayed_scaling(c: Draft) -> Iterator[Problem]:
         yield Problem(
             (*flags, "--fp8-recipe"),
             ", ".join(str(c.values[n]) for n in (*changed, "fp8_recipe")),
-            f"{c.fp8_recipe.capitalize()} scaling measures each tensor as it is cast and keeps no"
-            " history",
+            f"The recipe {c.fp8_recipe} measures each tensor as it is cast and keeps no history",
             f"Remove {' and '.join(flags)}, or use --fp8-recipe delayed",
         )
 
@@ -321,71 +320,8 @@ def high_precision_layers_fit(c: Draft) -> Iterator[Problem]:
         )
 
 
-def _fp8_extents(c: Draft) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
-    """Yield flags, a description, a local extent and its step in units of the first flag."""
-    tp = c.tensor_model_parallel_size
-    flags: tuple[str, ...]
-    if c.counts("hidden_size"):
-        yield ("--hidden-size",), "the hidden size", c.hidden_size, 1
-    if c.counts("ffn_hidden_size") and c.ffn_hidden_size % tp == 0:
-        flags = ("--ffn-hidden-size", "--tensor-model-parallel-size")
-        yield flags, "the MLP width of one rank", c.ffn_hidden_size // tp, tp
-    yield from _fp8_expert_extents(c)
-    if c.counts("num_attention_heads", "kv_channels", "num_query_groups"):
-        heads = c.num_attention_heads * c.kv_channels
-        qkv = heads + 2 * c.num_query_groups * c.kv_channels
-        flags = ("--num-attention-heads", "--kv-channels", "--tensor-model-parallel-size")
-        if qkv % tp == 0 and heads % tp == 0:
-            yield flags, "the QKV width of one rank", qkv // tp, 0
-            yield flags, "the attention width of one rank", heads // tp, 0
-    if c.counts("seq_length", "micro_batch_size"):
-        cp = c.context_parallel_size
-        tokens = c.seq_length * c.micro_batch_size
-        flags = ("--seq-length", "--micro-batch-size")
-        if cp > 1:
-            ranks = cp * tp if c.sequence_parallel else cp
-            flags = (*flags, "--context-parallel-size")
-            if tokens % ranks == 0:
-                yield flags, "the tokens of one rank", tokens // ranks, 0
-        elif not c.sequence_parallel:
-            yield flags, "the tokens of one microbatch", tokens, 1 if c.micro_batch_size == 1 else 0
-        elif tokens % tp == 0:
-            flags = (*flags, "--tensor-model-parallel-size")
-            step = tp if c.micro_batch_size == 1 else 0
-            yield flags, "the tokens of one sequence-parallel rank", tokens // tp, step
-
-
-def _fp8_expert_extents(c: Draft) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
-    """Yield the same of experts; their tokens are padded where a kernel wants that."""
-    widths = (
-        ("moe_ffn_hidden_size", "expert_tensor_parallel_size", "an expert's width"),
-        ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size", "the shared width"),
-    )
-    for name, axis, what in widths:
-        if c.num_experts is None or not c.counts(name, axis) or c.values[name] % c.values[axis]:
-            continue
-        flags = (flag_of(name), flag_of(axis))
-        yield flags, f"{what} on one rank", c.values[name] // c.values[axis], c.values[axis]
-
-
 @rule
 def fp8_extents_align(c: Draft) -> Iterator[Problem]:
-    """With FP8, each rank's matrix sides and its tokens are multiples of 16."""
-    sizes = ("tensor_model_parallel_size", "context_parallel_size")
-    if c.fp8_format is None or not c.counts(*sizes):
-        return
-    for flags, what, extent, step in _fp8_extents(c):
-        if extent % FP8_ALIGNMENT == 0:
-            continue
-        below = extent // FP8_ALIGNMENT * FP8_ALIGNMENT
-        near = [n for n in (below, below + FP8_ALIGNMENT) if n > 0]
-        if step:
-            fix = f"Set {flags[0]} to {' or '.join(str(n * step) for n in near)}"
-        else:
-            fix = f"Change them so that it becomes {' or '.join(str(n) for n in near)}"
-        yield Problem(
-            flags,
-            extent,
-            f"This is {what}, and FP8 matrix products need a multiple of {FP8_ALIGNMENT}",
-            f"{fix}, or train without --fp8-format",
-        )
+    """In FP8 on Transformer Engine, sizes of each rank are multiples of 16 (mxfp8: 32)."""
+    if c.transformer_impl == "transformer_engine":
+        yield from misaligned(c)

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.config import RunConfig
+from megatron.config import ConfigError, RunConfig
+from megatron.config.alignment import misaligned
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.registry import resolve
 from megatron.core.errors import MeshError, complaint
@@ -261,6 +262,13 @@ def _seed(cfg: RunConfig, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def _check_sizes(cfg: RunConfig, backend: str) -> None:
+    """Refuse sizes that the chosen backend does not take; a rule does so if it was named."""
+    problems = list(misaligned(cfg)) if backend == "transformer_engine" else []
+    if problems:
+        raise ConfigError(problems)
+
+
 def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
     """Start this process for a run. Collective: every rank calls it.
 
@@ -272,6 +280,7 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
         MeshError: The processes cannot be arranged as asked.
         BackendUnavailable: The layer backend asked for cannot run here.
         MegatronError: It cannot overlap as asked.
+        ConfigError: The layer backend that was chosen does not take the sizes of the model.
     """
     started = time.monotonic()
     launch = launch or read_launch()
@@ -287,6 +296,7 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
     device = _device(cfg.device, launch)
     _share_cores(launch, os.environ)
     backend, reason = resolve(cfg.transformer_impl, device)
+    _check_sizes(cfg, backend.name)
     _join(cfg, launch, device)
     # A group does not inherit the timeout of the default one.
     mesh = ParallelState.build(

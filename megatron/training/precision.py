@@ -6,8 +6,10 @@ import re
 import sys
 from collections.abc import Iterable
 
+from megatron.config import RunConfig
+from megatron.config.alignment import padding
 from megatron.core.errors import PrecisionError, complaint
-from megatron.core.fp8 import PrecisionRow
+from megatron.core.fp8 import Fp8State, PrecisionRow
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.observe.events import PrecisionLine, PrecisionTable
@@ -54,6 +56,16 @@ def of_all_stages(rows: Iterable[PrecisionRow], axis: Axis) -> list[PrecisionRow
 
     # A tied embedding is on two stages.
     return sorted(dict.fromkeys(gathered), key=place)
+
+
+def padding_note(cfg: RunConfig, fp8: Fp8State, backend: str) -> str:
+    """What FP8 hardware makes the native backend pad, in one line; empty if nothing.
+
+    Emulated products take any size as it is. Transformer Engine refuses other sizes.
+    """
+    if backend != "native" or fp8.recipe is None:
+        return ""
+    return padding(cfg) if fp8.hardware and fp8.recipe.has_hardware_gemm else ""
 
 
 def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:

@@ -61,6 +61,7 @@ class FakeTransformerEngine:
         self.table = load_table(version)
         self.version = parse_version(version)
         self.calls: list[Call] = []
+        self.lacking: dict[str, tuple[bool, str]] = {}  # what a device cannot do, and why
         self.state = State()
         self.prefix = "pytorch.quantization" if self.version >= (2, 9) else "pytorch.fp8"
         self.library = Library(self.version, self._pytorch(), self._recipe(), self._manager())
@@ -87,24 +88,40 @@ class FakeTransformerEngine:
 
             return construct
 
-        names = ("DelayedScaling", "Float8CurrentScaling", "QParams")
-        return SimpleNamespace(Format=Format, **{name: make(name) for name in names})
+        names = (
+            "DelayedScaling",
+            "Float8CurrentScaling",
+            "Float8BlockScaling",
+            "MXFP8BlockScaling",
+            "NVFP4BlockScaling",
+            "QParams",
+        )
+        known = [n for n in names if f"common.recipe.{n}.__init__" in self.table["symbols"]]
+        return SimpleNamespace(Format=Format, **{name: make(name) for name in known})
 
     def _manager(self) -> SimpleNamespace:
         prefix = f"{self.prefix}.FP8GlobalStateManager"
 
-        def is_fp8_available() -> tuple[bool, str]:
-            self.bind(f"{prefix}.is_fp8_available")
-            return True, ""
+        def answer(question: str) -> Callable[[], tuple[bool, str]]:
+            def available() -> tuple[bool, str]:
+                self.bind(f"{prefix}.{question}")
+                return self.lacking.get(question, (True, ""))
+
+            return available
 
         def is_first_fp8_module() -> bool:
             self.bind(f"{prefix}.is_first_fp8_module")
             first, self.state.is_first_module = self.state.is_first_module, False
             return first
 
+        questions = [
+            symbol.rpartition(".")[2]
+            for symbol in self.table["symbols"]
+            if symbol.startswith(f"{prefix}.is_") and symbol.endswith("_available")
+        ]
         return SimpleNamespace(
-            is_fp8_available=is_fp8_available,
             is_first_fp8_module=is_first_fp8_module,
+            **{question: answer(question) for question in questions},
         )
 
     def update(self, forward: bool) -> None:
@@ -301,8 +318,9 @@ class FakeLinearBase(nn.Module):
         if self.with_norm:
             x = norm(x, self.kind, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         fp8 = self.fake.state.enabled
-        if fp8 and (x.numel() // x.shape[-1]) % 8:
-            raise AssertionError("FP8 execution requires the product of leading dimensions % 8")
+        block = 32 if fp8 and self.fake.state.recipe.kind == "MXFP8BlockScaling" else 8
+        if fp8 and (x.numel() // x.shape[-1]) % block:
+            raise AssertionError(f"FP8 execution requires the leading dimensions % {block}")
         updates = self.prepare(x, first) if fp8 else False
 
         def after(grad: torch.Tensor) -> None:

@@ -42,12 +42,18 @@ CALLABLES = {
     "common.recipe": {
         "DelayedScaling": ("__init__",),
         "Float8CurrentScaling": ("__init__",),
+        "Float8BlockScaling": ("__init__",),
+        "MXFP8BlockScaling": ("__init__",),
+        "NVFP4BlockScaling": ("__init__",),
         "QParams": ("__init__",),
         "Format": (),
     },
     "manager": {
         "FP8GlobalStateManager": (
             "is_fp8_available",
+            "is_fp8_block_scaling_available",
+            "is_mxfp8_available",
+            "is_nvfp4_available",
             "is_first_fp8_module",
         ),
         "DelayedScalingRecipeState": ("make_quantizers",),
@@ -57,11 +63,13 @@ CALLABLES = {
 # Attributes that the backend reads or writes on modules, looked for as `self.NAME = ...`, as
 # `self.register_parameter("NAME", ...)` or as a class variable.
 _MODULE = ("fp8_meta", "fuse_wgrad_accumulation", "_fp8_workspaces", "quantizers")
+_SCALE_OPTIONS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 ATTRIBUTES = {
     "Linear": _MODULE,
     "LayerNormLinear": _MODULE,
     "GroupedLinear": (*_MODULE, "num_gemms", "_offsets"),
-    "Float8CurrentScaling": ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"),
+    "Float8CurrentScaling": _SCALE_OPTIONS,
+    "Float8BlockScaling": _SCALE_OPTIONS,
     "Format": ("HYBRID", "E4M3"),
     "UserBufferQuantizationMode": ("FP8", "NONE"),
     "DelayedScalingRecipeState": ("scale", "amax_history"),

@@ -23,10 +23,12 @@ RECIPES = {
     "plain": {},
     "delayed": {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_emulation": "exact"},
     "tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_emulation": "exact"},
+    "blockwise": {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_emulation": "exact"},
+    "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_emulation": "exact"},
 }
 IN, OUT, S, B = 32, 48, 8, 2
 # One code of E4M3 is 2^-4 of its value wide, one of E5M2 2^-3; a product averages over 32 of them.
-TOLERANCE = {"plain": 1e-5, "delayed": 0.1, "tensorwise": 0.1}
+TOLERANCE = {"plain": 1e-5, "delayed": 0.1, "tensorwise": 0.1, "blockwise": 0.06, "mxfp8": 0.06}
 
 
 def make_build(rank, world_size, **settings):

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 
 from megatron.core.fp8 import (
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
     Format,
     Fp8Policy,
     Fp8State,
+    MXFP8BlockScaling,
     Role,
     linear,
 )
@@ -24,8 +26,14 @@ RECIPES = {
     "tensorwise": Float8CurrentScaling(),
     "tensorwise-e4m3": Float8CurrentScaling(fp8_format=Format.E4M3),
     "tensorwise-pow2": Float8CurrentScaling(power_2_scale=True),
+    "blockwise": Float8BlockScaling(),
+    "blockwise-f32": Float8BlockScaling(use_f32_scales=True),
+    "mxfp8": MXFP8BlockScaling(),
+    "mxfp8-hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
 }
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+IN_HARDWARE = {name: recipe for name, recipe in RECIPES.items() if recipe.has_hardware_gemm}
+HARDWARE_RECIPES = pytest.mark.parametrize("recipe", IN_HARDWARE.values(), ids=IN_HARDWARE.keys())
 
 
 def make(recipe, *, emulation="exact", wgrad=True, dtype=torch.bfloat16, hardware=False):
@@ -55,28 +63,46 @@ def fake_quantize(x, scale, fmt):
     return q / scale.double()
 
 
-def reference(x, weight, bias, dy, recipe, scales):
-    """Forward and gradients in fp64 from tensors quantized with given scales by role."""
-    rows = x.detach().reshape(-1, x.shape[-1])
-    xq = fake_quantize(rows, scales[Role.INPUT], recipe.format_of(Role.INPUT))
-    wq = fake_quantize(weight, scales[Role.WEIGHT], recipe.format_of(Role.WEIGHT))
-    flat = dy.reshape(-1, dy.shape[-1])
-    dq = fake_quantize(flat, scales[Role.GRAD_OUTPUT], recipe.format_of(Role.GRAD_OUTPUT))
-    y = (xq @ wq.t() + bias.detach().double()).view(*x.shape[:-1], -1)
-    return y, (dq @ wq).view(x.shape), dq.t() @ xq, flat.double().sum(0)
+def block_scale(amax, recipe, fmt):
+    """The scale of a block whose magnitude is an ordinary number."""
+    exact = fmt.max / amax.double()
+    if getattr(recipe, "use_f32_scales", False):
+        return exact.float()
+    return torch.exp2(torch.floor(torch.log2(exact))).float()
 
 
-def scales_in_use(recipe, state, precision, x, weight, dy):
-    """What the three scales should be: the book's, or from the tensors."""
-    out = {}
-    for role, tensor in ((Role.INPUT, x), (Role.WEIGHT, weight), (Role.GRAD_OUTPUT, dy)):
-        if isinstance(recipe, DelayedScaling):
-            out[role] = precision.slots.of(role).scale.clone()
-        else:
-            out[role] = recipe.scale(
-                tensor.detach().abs().max().float(), recipe.format_of(role).max
-            )
+def fake_quantize_blocks(x, recipe, role):
+    """Quantize and read back, one block along a row (or one square) after the other."""
+    fmt, out = recipe.format_of(role), torch.empty(x.shape, dtype=torch.float64)
+    high = recipe.length if role is Role.WEIGHT and isinstance(recipe, Float8BlockScaling) else 1
+    for r, c in itertools.product(range(0, x.shape[0], high), range(0, x.shape[1], recipe.length)):
+        part = (slice(r, r + high), slice(c, c + recipe.length))
+        scale = block_scale(x[part].detach().abs().max(), recipe, fmt)
+        out[part] = fake_quantize(x[part], scale, fmt)
     return out
+
+
+def operands(recipe, precision, role, x):
+    """`x` as the left or right operand of a product along its columns, and along its rows."""
+    if isinstance(recipe, DelayedScaling | Float8CurrentScaling):
+        if isinstance(recipe, DelayedScaling):
+            scale = precision.slots.of(role).scale.clone()
+        else:
+            scale = recipe.scale(x.detach().abs().max().float(), recipe.format_of(role).max)
+        once = fake_quantize(x, scale, recipe.format_of(role))
+        return once, once.t()
+    along_rows = fake_quantize_blocks(x.t(), recipe, role)
+    return fake_quantize_blocks(x, recipe, role), along_rows
+
+
+def reference(x, weight, bias, dy, recipe, precision):
+    """Forward and gradients in fp64 from tensors that were quantized and read back."""
+    rows, flat = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    x_row, x_col = operands(recipe, precision, Role.INPUT, rows)
+    w_row, w_col = operands(recipe, precision, Role.WEIGHT, weight)
+    d_row, d_col = operands(recipe, precision, Role.GRAD_OUTPUT, flat)
+    y = (x_row @ w_row.t() + bias.detach().double()).view(*x.shape[:-1], -1)
+    return y, (d_row @ w_col.t()).view(x.shape), d_col @ x_col.t(), flat.double().sum(0)
 
 
 @EVERY_RECIPE
@@ -88,10 +114,9 @@ def test_forward_and_gradients(recipe, emulation, main_grad):
     for step in range(3):  # step 0 of delayed scaling runs with scale 1
         x = inputs(seed=step)
         dy = torch.randn(6, 4, 32, generator=torch.Generator().manual_seed(9)).bfloat16() * 1e-3
-        scales = scales_in_use(recipe, state, precision, x, weight, dy)
+        want_y, want_dx, want_dw, want_db = reference(x, weight, bias, dy, recipe, precision)
         y = linear(x, weight, bias, precision)
         y.backward(dy)
-        want_y, want_dx, want_dw, want_db = reference(x, weight, bias, dy, recipe, scales)
         got_dw = weight.main_grad if main_grad else weight.grad
         got_db = bias.main_grad if main_grad else bias.grad
         # bf16 results of an fp32 sum: half a unit, plus one unit where fast rounds twice.
@@ -336,7 +361,7 @@ def test_parameters_of_other_types(recipe, dtype):
     assert relative < 0.06  # two E4M3 operands of about 2.6 percent noise each
 
 
-@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])
 def test_fp32_input_of_a_fused_norm(name):
     state, precision = make(RECIPES[name])
     weight, bias = parameters()
@@ -489,7 +514,7 @@ def scaled_mm_on_cpu():
 
 
 @pytest.mark.skipif(not scaled_mm_on_cpu(), reason="this torch has no _scaled_mm for CPU")
-@EVERY_RECIPE
+@HARDWARE_RECIPES
 @pytest.mark.parametrize(("tokens", "inner", "out"), [(32, 48, 64), (30, 40, 24), (1, 8, 8)])
 @pytest.mark.parametrize("wgrad", [True, False])
 def test_fp8_type_and_scaled_mm_give_what_the_emulation_gives(recipe, tokens, inner, out, wgrad):
@@ -508,6 +533,23 @@ def test_fp8_type_and_scaled_mm_give_what_the_emulation_gives(recipe, tokens, in
     assert "_scaled_mm" in precision.row().kernel
     for emulated, real in zip(*results, strict=True):
         torch.testing.assert_close(real, emulated, rtol=2.0**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_block_scales_are_emulated_on_fp8_hardware_and_the_table_says_so(name):
+    results = []
+    for hardware in (False, True):
+        _, precision = make(RECIPES[name], hardware=hardware)
+        weight, bias = parameters(main_grad=True)
+        y = linear(inputs(), weight, bias, precision)
+        y.sum().backward()
+        results.append((y.detach(), weight.main_grad, precision.row()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert results[0][2].reason == ""
+    assert results[1][2].kernel.startswith("emulated")
+    assert "no hardware product" in results[1][2].reason
+    assert not results[1][2].is_fallback
 
 
 @pytest.mark.gpu

@@ -221,6 +221,39 @@ class TestCalls:
             options = getattr(recipe, role)
             assert (options.power_2_scale, options.amax_epsilon) == (True, 1e-4)
 
+    @pytest.mark.parametrize("power_of_two", [True, False])
+    def test_block_recipe(self, fake, power_of_two):
+        if not hasattr(fake.library.recipe, "Float8BlockScaling"):
+            assert fake.version < (2, 3)
+            able, reason = te_calls.recipe_support(fake.library, "blockwise")
+            assert not able
+            assert reason == "release 2.2 has no Float8BlockScaling"
+            return
+        recipe = te_calls.block_recipe(
+            fake.library, fp8_format="hybrid", power_of_two=power_of_two, weight_dim=2
+        )
+        (given,) = fake.called("common.recipe.Float8BlockScaling.__init__")
+        assert (given["fp8_format"].name, given["w_block_scaling_dim"]) == ("HYBRID", 2)
+        for role in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            assert getattr(recipe, role).power_2_scale is power_of_two
+
+    def test_mx_recipe(self, fake):
+        te_calls.mx_recipe(fake.library, fp8_format="e4m3")
+        (given,) = fake.called("common.recipe.MXFP8BlockScaling.__init__")
+        assert given == {"fp8_format": fake.library.recipe.Format.E4M3}
+
+    @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+    def test_support_of_a_recipe(self, fake, name):
+        able, _ = te_calls.recipe_support(fake.library, name)
+        assert able == (name != "blockwise" or fake.version >= (2, 3))
+        fake.lacking = dict.fromkeys(
+            ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available"),
+            (False, "Device compute capability 10.x required"),
+        )
+        able, reason = te_calls.recipe_support(fake.library, name)
+        assert not able
+        assert reason
+
     def test_precision_of_single_gemms_cannot_be_chosen_in_any_release(self):
         for version in RELEASES:
             taken = signature(load_table(version), "common.recipe.DelayedScaling.__init__")

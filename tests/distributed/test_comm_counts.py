@@ -55,6 +55,8 @@ ON_TWO = {
     "tp2 sp bf16": {**TP2, **FP8, "fp8_format": None},
     "tp2 sp delayed": {**TP2, **FP8},
     "tp2 sp tensorwise": {**TP2, **FP8, "fp8_recipe": "tensorwise"},
+    "tp2 sp mxfp8": {**TP2, **FP8, "fp8_recipe": "mxfp8"},
+    "tp2 overlapped blockwise": {**TP2, **FP8, "fp8_recipe": "blockwise", "tp_comm_overlap": True},
 }  # fmt: skip
 ON_FOUR = {
     "pp4": {**PP2, "pipeline_model_parallel_size": 4},

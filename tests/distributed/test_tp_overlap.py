@@ -20,9 +20,11 @@ from parity import run_layout, worst
 from megatron.core import wire
 from megatron.core.fp8 import (
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
     Fp8Policy,
     Fp8State,
+    MXFP8BlockScaling,
     comm,
     gemm,
     linear,
@@ -37,7 +39,10 @@ from tests.small_models import small_config
 SEQ, BATCH, IN, OUT = 16, 3, 32, 48
 DELAYED = DelayedScaling(amax_history_len=4)
 TENSORWISE = Float8CurrentScaling()
-RECIPES = {"none": None, "delayed": DELAYED, "tensorwise": TENSORWISE}
+MX, BLOCKS = MXFP8BlockScaling(), Float8BlockScaling()
+RECIPES = {
+    "none": None, "delayed": DELAYED, "tensorwise": TENSORWISE, "mxfp8": MX, "blockwise": BLOCKS
+}  # fmt: skip
 SWITCHES = ("ag", "rs", "rs_dgrad", "bulk_dgrad", "bulk_wgrad")
 
 
@@ -115,6 +120,11 @@ def both_ways(rank, world, kind):
         if recipe or wgrad
     ]
     cases.append({"recipe": None, "dtype": torch.bfloat16, "bias": kind == "column"})
+    # Where a rank's rows are whole blocks they travel quantized for the weight's gradient, too.
+    cases += [
+        {"recipe": recipe, "dtype": torch.bfloat16, "sizes": (world * tokens, 1, 40, 48)}
+        for recipe, tokens in ((MX, 32), (BLOCKS, 128))
+    ]
     for case, transfers in itertools.product(cases, (Overlapped(), everything)):
         plain = train(axis, kind=kind, transfers=comm.PLAIN, **case)
         found = train(axis, kind=kind, transfers=transfers, **case)
@@ -133,7 +143,8 @@ def other_machines(rank, world, kind):
     axis = tp_axis(rank, world)
     bf16 = {"dtype": torch.bfloat16}
     cases = [{"recipe": recipe, "hardware": True, **bf16} for recipe in (DELAYED, TENSORWISE)]
-    for case in [*cases, {"recipe": DELAYED, **bf16}, {"recipe": None, **bf16}]:
+    cases += [{"recipe": recipe, **bf16} for recipe in (DELAYED, None, MX, BLOCKS)]
+    for case in cases:
         gemm.gemm_dtype = lambda dtype, device: dtype
         plain = train(axis, kind=kind, transfers=comm.PLAIN, **case)
         found = train(axis, kind=kind, transfers=Overlapped(rs_dgrad=True), **case)
@@ -319,7 +330,8 @@ def quantized_gradient(rank, world):
         rows = SEQ // world * BATCH
         forward, backward = sent[: world - 1], sent[world - 1 : 2 * (world - 1)]
         assert forward == [("torch.bfloat16", rows * OUT)] * (world - 1)
-        in_bytes = recipe is not None and wgrad
+        # Casts along rows and along columns are two: high precision is as short, and travels once.
+        in_bytes = recipe in (DELAYED, TENSORWISE) and wgrad
         dtype = "torch.uint8" if in_bytes else "torch.bfloat16"
         assert backward == [(dtype, rows * OUT)] * (world - 1), name
         sent.clear()

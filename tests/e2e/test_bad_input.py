@@ -48,6 +48,7 @@ def problems(args, world_size=2):
     return [str(problem) for problem in caught.value.problems]
 
 
+TE_FP8 = [*FP8, "--transformer-impl", "transformer_engine"]
 CONTRADICTIONS = {
     "heads and TP": (
         [*changed(MOCK, "--num-attention-heads", 1), *TP2],
@@ -84,15 +85,15 @@ CONTRADICTIONS = {
         ["--tokenizer-type, --data-path: got nothing and x"],
     ),
     "FP8 width": (
-        [*changed(MOCK, "--hidden-size", 60), *FP8],
+        [*changed(MOCK, "--hidden-size", 60), *TE_FP8],
         ["--hidden-size: got 60", "multiple of 16", "48 or 64"],
     ),
     "FP8 sequence": (
-        [*changed(MOCK, "--seq-length", 31), *FP8],
+        [*changed(MOCK, "--seq-length", 31), *TE_FP8],
         ["--seq-length, --micro-batch-size: got 31", "16 or 32"],
     ),
     "FP8 width of a rank": (
-        [*MOCK, *FP8, *TP2, "--ffn-hidden-size", "48"],
+        [*MOCK, *TE_FP8, *TP2, "--ffn-hidden-size", "48"],
         ["--ffn-hidden-size, --tensor-model-parallel-size: got 24", "one rank"],
     ),
     "pipeline": (
@@ -104,8 +105,8 @@ CONTRADICTIONS = {
         ["--expert-model-parallel-size: got no --num-experts", "Add --num-experts"],
     ),
     "recipe of another release": (
-        [*MOCK, *FP8, "--fp8-recipe", "mxfp8"],
-        ["--fp8-recipe: got mxfp8", "delayed or tensorwise"],
+        [*MOCK, *FP8, "--fp8-recipe", "custom"],
+        ["--fp8-recipe: got custom", "tensorwise, blockwise or mxfp8"],
     ),
     "recipe misspelt": ([*MOCK, *FP8, "--fp8-recipe", "delyed"], ["Did you mean delayed?"]),
 }

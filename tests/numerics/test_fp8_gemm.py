@@ -8,15 +8,22 @@ import torch
 from megatron.core.fp8 import gemm
 from megatron.core.fp8.formats import E4M3, E5M2
 from megatron.core.fp8.gemm import gemm_nt, gemm_nt_accumulate
-from megatron.core.fp8.quantizers import CurrentQuantizer
-from megatron.core.fp8.recipe import Float8CurrentScaling, Role
+from megatron.core.fp8.quantizers import BlockQuantizer, CurrentQuantizer
+from megatron.core.fp8.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Role,
+)
 from megatron.core.fp8.tensor import QuantizedTensor
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bf16 product", "fp32 product"])
 def compute(request, monkeypatch):
     """What `fast` multiplies in: depends on the CPU, so both are tried everywhere."""
-    monkeypatch.setattr(gemm, "gemm_dtype", lambda dtype, device: request.param)
+    monkeypatch.setattr(
+        gemm, "gemm_dtype", lambda dtype, _: request.param if dtype == torch.bfloat16 else dtype
+    )
     return request.param
 
 
@@ -99,6 +106,65 @@ def test_accumulation_into_fp32(compute, emulation):
     unrounded = emulation == "exact" or compute == torch.float32
     tolerance = 1e-6 if unrounded else 2.0**-7
     torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance * 10)
+
+
+BLOCKS = pytest.mark.parametrize(
+    "recipe",
+    [Float8BlockScaling(), MXFP8BlockScaling(), Float8BlockScaling(use_f32_scales=True)],
+    ids=["blockwise", "mxfp8", "blockwise-f32"],
+)
+
+
+def blocks_of_integers(recipe, rows, cols, role, seed, fold):
+    """A block-scaled operand whose products sum without rounding in fp32: magnitudes a power of
+    two apart from block to block, and at most four significant bits."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-15, 16, (rows, cols), generator=generator).float()
+    spread = torch.arange(cols) // 32 % 3
+    return BlockQuantizer(recipe, role, fold=fold).rowwise(x * torch.exp2(-spread.float()))
+
+
+@BLOCKS
+@pytest.mark.parametrize("emulation", ["fast", "exact"])
+@pytest.mark.parametrize("k", [8, 100, 300])
+def test_block_scales_are_rounded_once_in_either_mode(compute, recipe, emulation, k):
+    fold = emulation == "fast"
+    a = blocks_of_integers(recipe, 33, k, Role.INPUT, 1, fold)
+    b = blocks_of_integers(recipe, 17, k, Role.WEIGHT, 2, fold)
+    want = a.dequantize().double() @ b.dequantize().double().t()
+    y = gemm_nt(a, b, out_dtype=torch.bfloat16, emulation=emulation)
+    wide = gemm_nt(a, b, out_dtype=torch.float32, emulation=emulation)
+    accumulated = torch.zeros(33, 17)
+    gemm_nt_accumulate(a, b, accumulated, emulation=emulation)
+    if recipe.exact_in_bf16:
+        assert torch.equal(y, want.bfloat16())
+        assert torch.equal(wide.double(), want)
+        in_bf16 = emulation == "fast" and compute == torch.bfloat16
+        assert torch.equal(accumulated, want.bfloat16().float() if in_bf16 else want.float())
+    else:  # scaled operands are rounded to fp32, and so are sums
+        bound = 2.0**-20 * want.abs().max().item()
+        torch.testing.assert_close(wide.double(), want, rtol=0, atol=bound)
+        torch.testing.assert_close(accumulated.double(), want, rtol=0, atol=bound)
+        assert ulp_distance(y, want.bfloat16()) <= 1
+
+
+@BLOCKS
+def test_block_operands_that_travelled_give_the_same_product(compute, recipe):
+    a = blocks_of_integers(recipe, 33, 200, Role.INPUT, 1, fold=True)
+    b = blocks_of_integers(recipe, 17, 200, Role.WEIGHT, 2, fold=True)
+    y = gemm_nt(a, b, out_dtype=torch.bfloat16)
+    assert torch.equal(gemm_nt(a.to_fp8(), b, out_dtype=torch.bfloat16), y)
+    assert torch.equal(gemm_nt(a.to_fp8().hold(), b.to_fp8(), out_dtype=torch.bfloat16), y)
+
+
+@BLOCKS
+def test_bias_is_added_before_rounding(compute, recipe):
+    a = blocks_of_integers(recipe, 9, 64, Role.INPUT, 1, fold=True)
+    b = blocks_of_integers(recipe, 5, 64, Role.WEIGHT, 2, fold=True)
+    bias = torch.tensor([1e-3, -2.0, 0.5, 100.0, 0.0]).bfloat16()
+    y = gemm_nt(a, b, out_dtype=torch.bfloat16, bias=bias)
+    want = a.dequantize().double() @ b.dequantize().double().t() + bias.double()
+    assert ulp_distance(y, want.bfloat16()) <= 1
 
 
 def test_plain_operands(compute):

@@ -6,6 +6,7 @@ MOE = {"num_experts": 4, "add_bias_linear": False}
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 SINKHORN = {"moe_router_load_balancing_type": ["sinkhorn"]}
 
+TE_FP8 = {"fp8_format": "hybrid", "transformer_impl": "transformer_engine"}
 MOE_REFUSED = [
     (1, {"moe_z_loss_coeff": 0.1}, "--moe-z-loss-coeff", ["no --num-experts", "remove it"]),
     (2, {"expert_model_parallel_size": 2}, "--expert-model-parallel-size", ["Add --num-experts"]),
@@ -132,7 +133,7 @@ MOE_REFUSED = [
     (1, {**MOE, "moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type", ["alltoall"]),
     (
         1,
-        {**MOE, "fp8_format": "hybrid", "moe_ffn_hidden_size": 40},
+        {**MOE, **TE_FP8, "moe_ffn_hidden_size": 40},
         "--moe-ffn-hidden-size",
         ["got 40", "32 or 48"],
     ),

@@ -187,7 +187,7 @@ class TestFiles:
             ("a: [", ["not YAML"]),
             ("tp_comm_overlap: true", ["--tp-comm-overlap", "whole matrices"]),
             ("lr: fast", ["--lr", "'fast' in", "a.yaml"]),
-            ("fp8_recipe: mxfp8\nfp8_format: hybrid", ["MXFP8"]),
+            ("fp8_recipe: custom\nfp8_format: hybrid", ["Custom quantizers"]),
             ("world_size: 3", ["follows from other settings"]),
         ],
     )

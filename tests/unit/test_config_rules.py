@@ -20,6 +20,7 @@ PARTS = (
     "tp_comm_bulk_dgrad",
     "tp_comm_bulk_wgrad",
 )
+TE_FP8 = {**FP8, "transformer_impl": "transformer_engine"}
 DATA = {"data_path": ["a"], "tokenizer_type": "NullTokenizer", "vocab_size": 9}
 
 
@@ -71,6 +72,7 @@ REFUSED = [
     ({"fp16": True, "bf16": True}, "--fp16", ["--bf16", "Remove one"]),
     # FP8
     ({"fp8_recipe": "tensorwise"}, "--fp8-recipe", ["Add --fp8-format hybrid"]),
+    ({"fp8_recipe": "mxfp8"}, "--fp8-recipe", ["Add --fp8-format e4m3"]),
     ({"fp8_amax_history_len": 16}, "--fp8-amax-history-len", ["--fp8-format"]),
     ({"fp8_wgrad": False}, "--no-fp8-wgrad", ["--fp8-format"]),
     (
@@ -86,14 +88,24 @@ REFUSED = [
     ),
     ({**FP8, "fp8_amax_history_len": 0}, "--fp8-amax-history-len", ["at least 1"]),
     (
-        {**FP8, "hidden_size": 72, "kv_channels": 16, "ffn_hidden_size": 256},
-        "--hidden-size",
-        ["got 72", "multiple of 16", "64 or 80", "--fp8-format"],
+        {**FP8, "fp8_recipe": "blockwise", "fp8_margin": 1},
+        "--fp8-margin",
+        ["The recipe blockwise", "keeps no history"],
     ),
-    ({**FP8, "ffn_hidden_size": 200}, "--ffn-hidden-size", ["192 or 208"]),
-    ({**FP8, "seq_length": 24}, "--seq-length", ["16 or 32"]),
     (
-        {**FP8, "seq_length": 9, "micro_batch_size": 3},
+        {**TE_FP8, "hidden_size": 72, "kv_channels": 16, "ffn_hidden_size": 256},
+        "--hidden-size",
+        ["got 72", "multiple of 16", "64 or 80", "--transformer-impl native", "--fp8-format"],
+    ),
+    ({**TE_FP8, "ffn_hidden_size": 200}, "--ffn-hidden-size", ["192 or 208"]),
+    ({**TE_FP8, "seq_length": 24}, "--seq-length", ["16 or 32"]),
+    (
+        {**TE_FP8, "fp8_recipe": "mxfp8", "seq_length": 48},
+        "--seq-length",
+        ["multiple of 32", "32 or 64"],
+    ),
+    (
+        {**TE_FP8, "seq_length": 9, "micro_batch_size": 3},
         "--seq-length",
         ["got 27", "becomes 16 or 32"],
     ),
@@ -253,7 +265,7 @@ REFUSED = [
     ({"manual_gc_interval": 5}, "--manual-gc-interval", ["Add --manual-gc"]),
     ({"manual_gc_eval": False}, "--no-manual-gc-eval", ["Add --manual-gc"]),
     # values of Megatron-LM that this release does not have
-    ({"fp8_recipe": "mxfp8", **FP8}, "--fp8-recipe", ["MXFP8", "delayed or tensorwise"]),
+    ({"fp8_recipe": "custom", **FP8}, "--fp8-recipe", ["Custom", "blockwise or mxfp8"]),
     ({"ckpt_format": "torch"}, "--ckpt-format", ["torch_dist"]),
     ({"optimizer": "muon"}, "--optimizer", ["adam or sgd"]),
 ]
@@ -362,7 +374,6 @@ REFUSED_ON_A_MESH = [
         "--cp-comm-type",
         ["a2a+p2p, 2 and 1", "whole query groups"],
     ),
-    (2, {**FP8, **CP2, "seq_length": 24}, "--seq-length", ["got 12", "one rank", "16"]),
     (
         2,
         PP2 | {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine"},
@@ -380,6 +391,7 @@ REFUSED_ON_A_MESH = [
         "--pipeline-schedule",
         ["zb-h1 and 2", "one stage a rank"],
     ),
+    (2, {**TE_FP8, **CP2, "seq_length": 24}, "--seq-length", ["got 12", "one rank", "16"]),
     (3, PP2, "--tensor-model-parallel-size", ["on 3 processes", "multiple of 2"]),
     (2, PP2 | {"num_layers": 5}, "--num-layers", ["5 layers over 2 stages", "4 or 6"]),
     (4, PP4, "--num-layers", ["2 layers over 4 stages", "--num-layers 4"]),
@@ -498,13 +510,13 @@ REFUSED_ON_A_MESH = [
     ),
     (
         4,
-        {**FP8, "tensor_model_parallel_size": 4, "ffn_hidden_size": 224},
+        {**TE_FP8, "tensor_model_parallel_size": 4, "ffn_hidden_size": 224},
         "--ffn-hidden-size",
         ["got 56", "Set --ffn-hidden-size to 192 or 256"],
     ),
     (
         4,
-        {**FP8, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+        {**TE_FP8, "tensor_model_parallel_size": 4, "sequence_parallel": True},
         "--seq-length",
         ["got 8", "Set --seq-length to 64"],
     ),
@@ -557,6 +569,12 @@ ACCEPTED = [
     {**FP8, "first_last_layers_bf16": True, "bf16": True},  # with delayed scaling too
     {**FP8},  # float32 parameters
     {**FP8, "fp16": True},
+    {**FP8, "fp8_recipe": "blockwise"},
+    {**FP8, "fp8_recipe": "mxfp8", "first_last_layers_bf16": True},
+    {**FP8, "seq_length": 31},  # the native backend pads inside the product
+    {**FP8, "hidden_size": 60, "ffn_hidden_size": 100},
+    {**TE_FP8, "fp8_recipe": "mxfp8", "seq_length": 64},
+    {"transformer_impl": "transformer_engine", "seq_length": 31},  # not in FP8
     {"seq_length": 30},  # alignment matters only in FP8
     {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 100},
     {"train_samples": 100, "lr_decay_samples": 90, "lr_warmup_samples": 10},

@@ -51,7 +51,9 @@ def parameters(cfg):
 def test_the_expected_files_exist():
     names = {path.stem for path in MODELS}
     assert {"gpt3_126m", "gpt3_5b", "gpt3_175b", "llama3_8b", "quickstart_llama_10m"} <= names
-    assert {"delayed", "tensorwise", "e4m3"} <= {path.stem for path in OVERLAYS}
+    assert {"delayed", "tensorwise", "e4m3", "blockwise", "mxfp8"} <= {
+        path.stem for path in OVERLAYS
+    }
 
 
 @pytest.mark.parametrize("overlay", [None, *OVERLAYS], ids=lambda p: p.stem if p else "bf16")

@@ -389,6 +389,46 @@ class TestScaling:
         assert layer.input_scales == [1.0, 1.0]
         assert layer.fp8_meta["recipe"].kind == "Float8CurrentScaling"
 
+    @pytest.mark.parametrize(
+        ("recipe", "kind"),
+        [("blockwise", "Float8BlockScaling"), ("mxfp8", "MXFP8BlockScaling")],
+    )
+    def test_block_scales_keep_no_state(self, newest, recipe, kind):
+        build = fake_build(newest, fp8_format="e4m3", fp8_recipe=recipe, bf16=True)
+        layer = column(build)
+        layer(tokens(33))  # padded to what the recipe wants
+        assert build.fp8.book is None
+        assert layer.fp8_meta["recipe"].kind == kind
+        assert f"fp8 e4m3xe4m3 {recipe}" in layer.precision.row().kernel
+
+    def test_a_recipe_that_the_device_lacks_is_refused_with_the_reason(self, newest):
+        newest.lacking["is_mxfp8_available"] = (False, "Device compute capability 10.x required")
+        settings = {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "bf16": True}
+        with pytest.raises(PrecisionError, match="got mxfp8.*10.x required.*native"):
+            column(fake_build(newest, **settings))
+        build = fake_build(newest, **settings, first_last_layers_bf16=True)
+        column(build)  # a layer that is kept in BF16 needs nothing
+
+    def test_a_release_without_the_recipe_is_refused(self):
+        oldest = FakeTransformerEngine(OLDEST)
+        with pytest.raises(PrecisionError, match="release 2.2 has no Float8BlockScaling"):
+            column(fake_build(oldest, fp8_format="e4m3", fp8_recipe="blockwise"))
+
+    @pytest.mark.parametrize(
+        ("recipe", "sizes", "words"),
+        [
+            ("delayed", (40, 64), "linear_fc1: got 40 inputs .* multiples of 16. Make it 32 or 48"),
+            ("mxfp8", (32, 48), "got 48 outputs .* multiples of 32. Make it 32 or 64"),
+        ],
+    )
+    def test_widths_that_do_not_fit_are_refused_before_the_first_step(
+        self, newest, recipe, sizes, words
+    ):
+        settings = {"fp8_format": "e4m3", "fp8_recipe": recipe, "bf16": True}
+        with pytest.raises(PrecisionError, match=words):
+            column(fake_build(newest, **settings), *sizes)
+        column(fake_build(newest, bf16=True), *sizes)
+
     def test_the_amax_group_reaches_the_library(self, newest):
         build = build_for(
             TransformerEngineBackend(newest.library), tp2(0), tensor_model_parallel_size=2, **FP8

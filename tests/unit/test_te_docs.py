@@ -61,6 +61,8 @@ def test_the_releases_are_those_of_the_code():
         "--use-mcore-models --use-flash-attn --calculate-per-token-loss",
         "--layernorm-epsilon 1e-6",
         "--transformer-impl local",
+        "--fp8-format e4m3 --fp8-recipe mxfp8",
+        "--fp8-format hybrid --fp8-recipe blockwise",
     ],
 )
 def test_flags_that_the_page_calls_accepted(flags):
@@ -76,7 +78,7 @@ def test_flags_that_the_page_calls_accepted(flags):
         "--tp-comm-overlap --no-tp-comm-split-rs",
         "--fp8-format hybrid --fp8-param-gather",
         "--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 1",
-        "--fp8-format hybrid --fp8-recipe mxfp8",
+        "--fp8-format hybrid --fp8-recipe custom",
         "--recompute-granularity selective --recompute-num-layers 1",
         "--ckpt-format torch",
         "--spec a b",

@@ -239,6 +239,26 @@ def current_recipe(
     return recipe
 
 
+def block_recipe(library: Library, *, fp8_format: str, power_of_two: bool, weight_dim: int) -> Any:
+    """Build Transformer Engine's `Float8BlockScaling`.
+
+    Whether scales are powers of two is a class attribute there, like the scale options of
+    `current_recipe`, and is assigned on the instance for the same reason.
+    """
+    recipe = library.recipe.Float8BlockScaling(
+        fp8_format=_format(library, fp8_format), w_block_scaling_dim=weight_dim
+    )
+    options = library.recipe.QParams(power_2_scale=power_of_two, amax_epsilon=0.0)
+    for role in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, role, options)
+    return recipe
+
+
+def mx_recipe(library: Library, *, fp8_format: str) -> Any:
+    """Build Transformer Engine's `MXFP8BlockScaling`."""
+    return library.recipe.MXFP8BlockScaling(fp8_format=_format(library, fp8_format))
+
+
 def _format(library: Library, name: str) -> Any:
     known = {"hybrid": library.recipe.Format.HYBRID, "e4m3": library.recipe.Format.E4M3}
     if name not in known:
@@ -264,6 +284,29 @@ def autocast(
     else:
         context = te.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
     return context
+
+
+# By the recipe's name: the library's class for it, and the question whether a device has it.
+_BLOCK_SUPPORT = {
+    "blockwise": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+    "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
+}
+
+
+def recipe_support(library: Library, name: str) -> tuple[bool, str]:
+    """Whether a recipe runs on this device, and why not.
+
+    Args:
+        library: Transformer Engine.
+        name: The recipe's name in `--fp8-recipe`.
+    """
+    if name not in _BLOCK_SUPPORT:
+        return fp8_support(library)
+    kind, question = _BLOCK_SUPPORT[name]
+    if not hasattr(library.recipe, kind):
+        return False, f"release {library.version[0]}.{library.version[1]} has no {kind}"
+    able, reason = getattr(library.manager, question)()
+    return bool(able), str(reason)
 
 
 def fp8_support(library: Library) -> tuple[bool, str]:

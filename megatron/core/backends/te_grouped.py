@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from megatron.core.backends import te_calls
-from megatron.core.backends.te_layers import (
-    ROW_ALIGNMENT,
-    TeModule,
+from megatron.core.backends.te_layers import TeModule
+from megatron.core.backends.te_recipes import (
     TePrecision,
+    check_widths,
+    row_alignment,
     te_precision,
     te_recipe,
 )
@@ -65,6 +66,7 @@ class _TeGroupedLinear(TeModule):
         self.axis = build.mesh.etp
         numbers = expert_numbers(num_local_experts, build)
         self.precisions = [self._precision(build.at(str(number))) for number in numbers]
+        check_widths(self.precisions[0], self.weights[0])
         for number, weight in zip(numbers, self.weights, strict=True):
             prepare_expert_weight(
                 weight, number, build=build, init_method=init_method, dim=dim, stride=stride
@@ -126,10 +128,11 @@ class _TeGroupedLinear(TeModule):
                 del weight.grad_added_to_main_grad
         x = x.to(weights[0].dtype)
         active = self.precisions[0].active
-        places = row_places(counts, ROW_ALIGNMENT) if active else None
+        multiple = row_alignment(self.precisions[0])
+        places = row_places(counts, multiple) if active else None
         if places is not None:
             places = places.to(x.device)
-            padded = [_rounded_up(count, ROW_ALIGNMENT) for count in counts]
+            padded = [_rounded_up(count, multiple) for count in counts]
             x = x.new_zeros(sum(padded), x.shape[1]).index_copy(0, places, x)
         with self._fp8(counts):
             # As in the dense layers: the cached FP8 weights serve until _drop_stale_weights.

@@ -20,10 +20,14 @@ from torch import nn
 
 from megatron.core.backends import te_calls, te_overlap
 from megatron.core.backends.te_calls import Library
+from megatron.core.backends.te_recipes import (
+    check_widths,
+    row_alignment,
+    te_precision,
+    te_recipe,
+)
 from megatron.core.backends.te_scaling import BookBinding, fp8_region
-from megatron.core.errors import MegatronError, PrecisionError, complaint
-from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
-from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from megatron.core.errors import MegatronError, complaint
 from megatron.core.mesh import Axis
 from megatron.core.shards import InitMethod, init_parameter, mark_sharded
 from megatron.core.tensor_parallel.layers import equal_share
@@ -39,9 +43,6 @@ else:
     _Mixin = object
 
 
-ROW_ALIGNMENT = 16  # FP8 products of the library need tokens in these multiples
-
-
 class TeModule(_Mixin):
     """What every module on Transformer Engine has.
 
@@ -52,93 +53,6 @@ class TeModule(_Mixin):
     library: Library
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
-
-
-class TePrecision(LinearPrecision):
-    """Precision of a layer whose products Transformer Engine computes."""
-
-    version: tuple[int, int] = (0, 0)
-
-    def row(self, gemm: str = "fprop") -> PrecisionRow:
-        """The line of one matrix product, with Transformer Engine as its kernel."""
-        row = super().row(gemm)
-        kernel = f"Transformer Engine {self.version[0]}.{self.version[1]} {row.delivered}"
-        return PrecisionRow(row.path, row.gemm, row.requested, row.delivered, kernel, row.reason)
-
-
-def te_precision(build: Build, library: Library, *, is_expert: bool = False) -> TePrecision:
-    """Decide a layer's precision and check that Transformer Engine can deliver it.
-
-    Args:
-        build: Precision and path.
-        library: Transformer Engine.
-        is_expert: Whether the layer belongs to one expert.
-
-    Raises:
-        PrecisionError: A setting has no counterpart in Transformer Engine.
-    """
-    native = build.fp8.for_linear(build.path, is_expert=is_expert)
-    decision = native.decision
-    if decision.recipe is not None and not decision.wgrad:
-        raise PrecisionError(
-            complaint(
-                "--no-fp8-wgrad",
-                "a Transformer Engine layer",
-                "Transformer Engine 2.0 removed the choice of precision for single products, and"
-                f" {library.version[0]}.{library.version[1]} is installed",
-                "Leave --no-fp8-wgrad out, or use --transformer-impl native",
-            )
-        )
-    precision = TePrecision(build.path, decision, native.state, native.slots)
-    precision.version = library.version
-    build.fp8.layers[build.path] = precision
-    return precision
-
-
-def te_recipe(library: Library, recipe: Recipe, amax_axis: Axis) -> Any:
-    """Transformer Engine's object for a recipe of the project, one for each recipe and axis size.
-
-    Args:
-        library: Transformer Engine.
-        recipe: The project's recipe.
-        amax_axis: Ranks that agree on delayed-scaling maxima. For an axis of one the recipe must
-            not ask for a reduction: without a group Transformer Engine would take all processes.
-
-    Raises:
-        PrecisionError: Transformer Engine has no such recipe.
-    """
-    key = (recipe, amax_axis.size > 1)
-    if key not in library.recipes:
-        library.recipes[key] = _translate(library, recipe, amax_axis.size > 1)
-    return library.recipes[key]
-
-
-def _translate(library: Library, recipe: Recipe, reduce_amax: bool) -> Any:
-    fp8_format = recipe.fp8_format.name.lower()
-    if isinstance(recipe, DelayedScaling):
-        return te_calls.delayed_recipe(
-            library,
-            fp8_format=fp8_format,
-            margin=recipe.margin,
-            amax_history_len=recipe.amax_history_len,
-            amax_compute_algo=recipe.amax_compute_algo,
-            reduce_amax=recipe.reduce_amax and reduce_amax,
-        )
-    if isinstance(recipe, Float8CurrentScaling):
-        return te_calls.current_recipe(
-            library,
-            fp8_format=fp8_format,
-            power_2_scale=recipe.power_2_scale,
-            amax_epsilon=recipe.amax_epsilon,
-        )
-    raise PrecisionError(
-        complaint(
-            "FP8 recipe",
-            recipe,
-            "The Transformer Engine backend translates delayed and tensorwise scaling",
-            "Use --fp8-recipe delayed or tensorwise",
-        )
-    )
 
 
 class _TeLinear(TeModule):
@@ -197,6 +111,7 @@ class _TeLinear(TeModule):
         self.axis = Axis.single("etp") if is_expert else build.mesh.tp
         sequence_parallel = build.config.sequence_parallel and self.axis.size > 1
         self.precision = te_precision(build, self.library, is_expert=is_expert)
+        check_widths(self.precision, self.weight)
         self._amax_axis = build.mesh.amax
         self._weight_key: tuple[Any, ...] = ()
         slots = self.precision.slots
@@ -228,7 +143,7 @@ class _TeLinear(TeModule):
             del weight.grad_added_to_main_grad
         x = x.to(weight.dtype)
         rows = x.numel() // x.shape[-1]
-        pad = -rows % ROW_ALIGNMENT if self.precision.active and not self.sequence_parallel else 0
+        pad = 0 if self.sequence_parallel else -rows % row_alignment(self.precision)
         lead = x.shape[:-1]
         if pad:
             # The last token again: it changes no maximum, and its gradient is zero.

@@ -16,7 +16,14 @@ from megatron.core.fp8.linear import linear
 from megatron.core.fp8.modules import LayerNormLinear, Linear
 from megatron.core.fp8.policy import Fp8Policy
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
-from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Role
+from megatron.core.fp8.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    Role,
+)
 from megatron.core.fp8.state import Fp8State, recipe_from_config
 from megatron.core.fp8.tensor import QuantizedTensor
 
@@ -25,6 +32,7 @@ __all__ = [
     "E5M2",
     "AmaxBook",
     "DelayedScaling",
+    "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
     "Fp8Format",
@@ -33,6 +41,7 @@ __all__ = [
     "LayerNormLinear",
     "Linear",
     "LinearPrecision",
+    "MXFP8BlockScaling",
     "PrecisionRow",
     "QuantizedTensor",
     "Recipe",

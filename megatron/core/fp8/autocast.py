@@ -149,7 +149,7 @@ class autocast:  # noqa: N801  (the name people know)
                     "autocast(recipe=)",
                     repr(chosen),
                     "It is not an FP8 recipe",
-                    "Use DelayedScaling(...) or Float8CurrentScaling(...)",
+                    "Use DelayedScaling(...) or another recipe of megatron.core.fp8",
                 )
             )
         self.enabled = enabled

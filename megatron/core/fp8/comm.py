@@ -1,7 +1,8 @@
 """How a linear layer's rows travel between ranks that hold parts of a sequence.
 
-Quantized tensors travel as bytes; their scale is one that all ranks share. `Transfers` says when:
-here each transfer is waited for, `tensor_parallel.overlap` multiplies meanwhile.
+Quantized tensors travel as bytes. One scale for the tensor is one that all ranks share; scales of
+blocks travel behind the bytes of their rows. `Transfers` says when: here each transfer is waited
+for, `tensor_parallel.overlap` multiplies meanwhile.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.fp8.gemm import Operand, Product, ready
+from megatron.core.fp8.scales import from_e8m0, to_e8m0
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_gather, reduce_scatter
 
 
 def to_wire(rows: Operand) -> torch.Tensor:
-    """What is sent of `[rows, cols]`: bytes of a quantized tensor, else the tensor."""
-    if isinstance(rows, QuantizedTensor):
-        return rows.to_fp8().data.view(torch.uint8)
-    return rows.contiguous()
+    """What is sent of `[rows, cols]`: the tensor, or the bytes of a quantized one.
+
+    With scales for blocks, a line of what is sent is a row of blocks: the bytes of all its rows,
+    then its scales, powers of two in one byte each.
+    """
+    if not isinstance(rows, QuantizedTensor):
+        return rows.contiguous()
+    codes = rows.to_fp8().data.view(torch.uint8)
+    if rows.block is None:
+        return codes
+    scales = rows.scale_inv.contiguous()
+    packed = to_e8m0(scales) if rows.power_of_two else scales.view(torch.uint8)
+    return torch.cat([codes.reshape(scales.shape[0], -1), packed], dim=1)
 
 
 def tensor_of(rows: Operand) -> torch.Tensor:
@@ -29,19 +40,38 @@ def tensor_of(rows: Operand) -> torch.Tensor:
     return rows.data if isinstance(rows, QuantizedTensor) else rows
 
 
+def is_uniform(rows: Operand) -> bool:
+    """Whether the elements have one scale, or none."""
+    return not isinstance(rows, QuantizedTensor) or rows.block is None
+
+
 def from_wire(sent: torch.Tensor, like: Operand) -> Operand:
     """The rows that `sent` stands for, in the form (plain, held or FP8 type) of `like`."""
     if not isinstance(like, QuantizedTensor):
         return sent
+    if like.block is not None:
+        return _from_lines(sent, like)
     rows = replace(like, data=sent.view(like.fmt.torch_dtype))
     return rows.hold() if like.is_held else rows
+
+
+def _from_lines(sent: torch.Tensor, like: QuantizedTensor) -> QuantizedTensor:
+    """Rows of blocks, in the form of `like`."""
+    high, cols = (like.block or (1, 1))[0], like.shape[1]
+    codes = sent[:, : high * cols].reshape(-1, cols)
+    packed = sent[:, high * cols :].contiguous()
+    scale_inv = from_e8m0(packed) if like.power_of_two else packed.view(torch.float32)
+    data = codes.view(like.fmt.torch_dtype)
+    rows = replace(like, data=data, scale_inv=scale_inv, folded=False).hold()
+    return rows.fold() if like.folded else rows
 
 
 def gather_rows(rows: Operand, axis: Axis) -> Operand:
     """Concatenate every rank's rows.
 
     Args:
-        rows: This rank's `[rows, cols]`; if quantized, with one scale that all ranks share.
+        rows: This rank's `[rows, cols]`; if quantized, with one scale that all ranks share, or
+            with blocks of which none reaches over the last row.
         axis: Ranks that take part.
 
     Returns:

@@ -7,6 +7,10 @@ inverse scales:
 * `exact`: an fp32 product, scaled in fp32, rounded once to the output type.
 * `fast`: a bf16 product where the CPU has bf16 instructions and the output is bf16. A library that
   rounds before it scales may differ from `exact` by one unit in the last place of bf16.
+
+Scales of blocks are applied to the operands instead, before the product. With powers of two that is
+exact in bf16 and `fast` rounds once, too; with other scales both modes multiply in fp32. Scaled
+values below 2**-126 or above the largest bf16 lose bits.
 """
 
 from __future__ import annotations
@@ -54,9 +58,12 @@ def gemm_nt(
         `[M, N]`.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        if not a.is_held and not b.is_held:
+        if _by_blocks(a, b):
+            made = _plain(*_block_values(a, b, out_dtype, emulation), out_dtype, bias, out)
+        elif not a.is_held and not b.is_held:
             return _hardware(a, b, out_dtype, bias, fast_accum, out)
-        made = _emulated(a, b, out_dtype, bias, emulation)
+        else:
+            made = _emulated(a, b, out_dtype, bias, emulation)
     elif isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
         raise TypeError(_MIXED)
     else:
@@ -102,6 +109,8 @@ class Product:
         A row of the result does not depend on the other rows of `a`.
         """
         if isinstance(self.b, QuantizedTensor):
+            if self.b.block is not None:
+                return replace(self, b=ready(self.b))
             if not self.b.is_held:
                 return self
             compute = _emulation_dtype(self.b.data, self.out_dtype, self.emulation)
@@ -117,6 +126,9 @@ def gemm_nt_accumulate(
     No rounding between the fp32 accumulator and `out`, unless the product itself runs in bf16.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if _by_blocks(a, b):
+            _accumulate_blocks(a, b, out, emulation)
+            return
         held = a.is_held and b.is_held
         exact = emulation == "exact" or (held and _compute_dtype(a.data) == torch.float32)
         alpha = _alpha(a, b) if held and exact and out.dtype == torch.float32 else None
@@ -138,6 +150,8 @@ def gemm_nt_accumulate(
 def ready(a: Operand) -> Operand:
     """`a` as it is multiplied here, so that several products share the conversion."""
     if isinstance(a, QuantizedTensor):
+        if a.block is not None:
+            return a.values(ready_dtype(a))
         return replace(a, data=a.data.to(ready_dtype(a)))
     return a.to(ready_dtype(a))
 
@@ -145,17 +159,35 @@ def ready(a: Operand) -> Operand:
 def ready_dtype(a: Operand) -> torch.dtype:
     """The type of the elements of `ready(a)`."""
     if isinstance(a, QuantizedTensor):
+        if a.block is not None and not a.folded:
+            return torch.float32
         return _compute_dtype(a.data) if a.is_held else a.data.dtype
     return _compute_dtype(a)
 
 
 def kernel_name(
-    a: Fp8Format, b: Fp8Format, *, hardware: bool, emulation: str, device: torch.device
+    a: Fp8Format,
+    b: Fp8Format,
+    *,
+    hardware: bool,
+    emulation: str,
+    device: torch.device,
+    exact_in_bf16: bool = True,
 ) -> str:
-    """What multiplies two quantized operands, in words."""
+    """What multiplies two quantized operands, in words.
+
+    Args:
+        a: Format of the first operand.
+        b: Format of the second.
+        hardware: Whether the operands are in the FP8 type.
+        emulation: `fast` or `exact`, where they are not.
+        device: Where they are.
+        exact_in_bf16: Whether a bf16 product computes what `fast` promises.
+    """
     if hardware:
         return f"_scaled_mm {a.name}x{b.name}"
-    fast = emulation == "fast" and gemm_dtype(torch.bfloat16, device) == torch.bfloat16
+    bf16 = gemm_dtype(torch.bfloat16, device) == torch.bfloat16
+    fast = emulation == "fast" and bf16 and exact_in_bf16
     return f"emulated {a.name}x{b.name} {'bf16' if fast else 'fp32'} GEMM"
 
 
@@ -167,6 +199,31 @@ def _emulation_dtype(held: torch.Tensor, out_dtype: torch.dtype, emulation: str)
     """In which type grid values are multiplied."""
     fast = emulation == "fast" and out_dtype == torch.bfloat16
     return _compute_dtype(held) if fast else torch.float32
+
+
+def _by_blocks(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    return a.block is not None or b.block is not None
+
+
+def _block_values(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, emulation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operands times their scales, in the type to multiply in."""
+    if emulation == "fast" and out_dtype == torch.bfloat16 and a.power_of_two and b.power_of_two:
+        a, b = a.fold(), b.fold()
+        return a.data.to(_compute_dtype(a.data)), b.data.to(_compute_dtype(b.data))
+    return a.dequantize(), b.dequantize()
+
+
+def _accumulate_blocks(
+    a: QuantizedTensor, b: QuantizedTensor, out: torch.Tensor, emulation: str
+) -> None:
+    """`out += a @ b.T`; in `fast` mode the product is rounded to bf16 first, if it runs in bf16."""
+    left, right = _block_values(a, b, torch.bfloat16, emulation)
+    if left.dtype == right.dtype == out.dtype:
+        out.addmm_(left, right.t())
+    else:
+        out.add_(_plain(left, right, torch.bfloat16, None, None))
 
 
 def _put(made: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

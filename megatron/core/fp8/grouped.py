@@ -133,7 +133,9 @@ def _forward(
     )
     if not weight.requires_grad:
         return None, weight_col
-    return row if precision.decision.wgrad else x.to(weight.dtype), weight_col
+    if not precision.decision.wgrad:
+        return x.to(weight.dtype), weight_col
+    return precision.quantizer(Role.INPUT).keep(x, row), weight_col
 
 
 def _backward(
@@ -154,9 +156,11 @@ def _backward(
     if not dy.shape[0]:
         return partial(_no_weight_grad, weight) if wants_dw else None
     rows: Any = dy
-    if isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor):
+    in_fp8 = isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor)
+    one_cast = not in_fp8 or precision.quantizer(Role.GRAD_OUTPUT).transposable
+    if in_fp8 and (one_cast or dx is not None):
         rows = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)
-    if soon and wants_dw:
+    if soon and wants_dw and one_cast:
         rows = ready(rows)
     if dx is not None:
         if isinstance(weight_col, QuantizedTensor):
@@ -167,16 +171,16 @@ def _backward(
     if not wants_dw:
         return None
     if isinstance(x, QuantizedTensor):
-        return partial(_fp8_weight_grad, rows, x, weight, precision)
+        return partial(_fp8_weight_grad, rows if one_cast else dy, x, weight, precision)
     plain = dy if isinstance(rows, QuantizedTensor) else rows
     return partial(_plain_weight_grad, plain, x, weight)
 
 
 def _fp8_weight_grad(
-    dy: QuantizedTensor, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision
+    dy: Operand, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision
 ) -> torch.Tensor | None:
-    dy_col = precision.quantizer(Role.GRAD_OUTPUT).transposed(dy)
-    x_col = precision.quantizer(Role.INPUT).transposed(x)
+    dy_col = precision.quantizer(Role.GRAD_OUTPUT).column(dy)
+    x_col = precision.quantizer(Role.INPUT).column(x)
     return weight_grad(dy_col, x_col, weight, precision.state.emulation)
 
 
@@ -223,7 +227,7 @@ class _Kept:
         for operand in (x, weight if self.weights else None):
             if isinstance(operand, QuantizedTensor):
                 self.tensors += [operand.data, operand.scale_inv]
-                self.forms.append((operand.fmt, operand.block))
+                self.forms.append(operand.form)
             else:
                 self.tensors += [operand, None]
                 self.forms.append(None)

@@ -190,7 +190,10 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.wgrad_in_fp8 = precision.decision.wgrad
         saved_x: Operand | None = None
         if weight.requires_grad:
-            saved_x = quantized if ctx.wgrad_in_fp8 else local.to(weight.dtype)
+            saved_x = local.to(weight.dtype)
+            if ctx.wgrad_in_fp8:
+                quantizer = precision.quantizer(Role.INPUT)
+                saved_x = quantizer.keep(local, quantized, axis=sharding.gather)
         _keep_parameters(ctx, weight, bias)
         _save_operands(ctx, saved_x, weight_col if ctx.needs_input_grad[0] else None)
         return y.view(_output_shape(x, weight.shape[0], sharding))
@@ -205,7 +208,8 @@ class _Fp8Linear(torch.autograd.Function):
         fetch_x = _start_gather(ctx, x, queue)
         finish_dx, fetch_dy = _fp8_input_grad(ctx, dy, weight_col, queue is None)
         if ctx.needs_input_grad[1]:
-            job = partial(_fp8_weight_grad_of, fetch_dy, fetch_x, weight, ctx.precision)
+            make_dw = _fp8_weight_grad_of if ctx.wgrad_in_fp8 else _plain_weight_grad_of
+            job = partial(make_dw, fetch_dy, fetch_x, weight, ctx.precision)
             dw = _now_or_later(job, weight, queue)
         if bias is not None and ctx.needs_input_grad[2]:
             db = _bias_grad(dy, bias)
@@ -228,11 +232,13 @@ def _fp8_input_grad(
         soon: Whether the weight's gradient follows at once.
 
     Returns:
-        The input's gradient, and all rows of the output's for the weight's gradient.
+        The input's gradient, and all rows of the output's for the weight's gradient: quantized if
+        one cast serves both.
     """
     sharding, quantizer = ctx.sharding, ctx.precision.quantizer(Role.GRAD_OUTPUT)
     plain: torch.Tensor | None = None
-    if ctx.needs_input_grad[1] and not ctx.wgrad_in_fp8:
+    one_cast = ctx.wgrad_in_fp8 and quantizer.transposable
+    if ctx.needs_input_grad[1] and not one_cast:
         # Both forms are needed whole. They travel as one, the wider one.
         plain = tensor_of(_all_rows(dy, sharding.scatter))
         sharding = replace(sharding, scatter=None)
@@ -261,14 +267,21 @@ def _fp8_weight_grad_of(
     weight: torch.Tensor,
     precision: LinearPrecision,
 ) -> torch.Tensor | None:
-    """Of quantized operands, or of plain ones where the weight's gradient is not in FP8."""
-    dy, x = fetch_dy(), fetch_x()
-    emulation = precision.state.emulation
-    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor):
-        x_col = precision.quantizer(Role.INPUT).transposed(x)
-        dy_col = precision.quantizer(Role.GRAD_OUTPUT).transposed(dy)
-        return weight_grad(dy_col, x_col, weight, emulation)
-    return weight_grad(tensor_of(dy).to(weight.dtype).t(), x.t(), weight, emulation)
+    """Of quantized operands."""
+    dy_col = precision.quantizer(Role.GRAD_OUTPUT).column(fetch_dy())
+    x_col = precision.quantizer(Role.INPUT).column(fetch_x())
+    return weight_grad(dy_col, x_col, weight, precision.state.emulation)
+
+
+def _plain_weight_grad_of(
+    fetch_dy: Callable[[], Operand],
+    fetch_x: Callable[[], Operand],
+    weight: torch.Tensor,
+    precision: LinearPrecision,
+) -> torch.Tensor | None:
+    """Where the weight's gradient is not in FP8, but the input's is."""
+    dy = tensor_of(fetch_dy()).to(weight.dtype)
+    return weight_grad(dy.t(), fetch_x().t(), weight, precision.state.emulation)
 
 
 def _now_or_later(
@@ -316,12 +329,12 @@ def _save_operands(ctx: Any, x: Operand | None, weight_col: QuantizedTensor | No
     ctx.x_like = ctx.weight_like = None
     x_data = x_inv = col_data = col_inv = None
     if isinstance(x, QuantizedTensor):
-        x_data, x_inv, ctx.x_like = x.data, x.scale_inv, (x.fmt, x.block)
+        x_data, x_inv, ctx.x_like = x.data, x.scale_inv, x.form
     elif x is not None:
         x_data = x
     if weight_col is not None:
         col_data, col_inv = weight_col.data, weight_col.scale_inv
-        ctx.weight_like = (weight_col.fmt, weight_col.block)
+        ctx.weight_like = weight_col.form
     ctx.save_for_backward(x_data, x_inv, col_data, col_inv)
 
 

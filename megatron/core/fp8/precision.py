@@ -12,8 +12,19 @@ import torch
 from megatron.core.fp8.amax import GroupView, Slots
 from megatron.core.fp8.gemm import kernel_name
 from megatron.core.fp8.policy import Decision
-from megatron.core.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer
-from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Role
+from megatron.core.fp8.quantizers import (
+    BlockQuantizer,
+    CurrentQuantizer,
+    DelayedQuantizer,
+    Quantizer,
+)
+from megatron.core.fp8.recipe import (
+    BlockRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    Recipe,
+    Role,
+)
 from megatron.core.fp8.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -106,6 +117,8 @@ class LinearPrecision:
             )
         if isinstance(recipe, Float8CurrentScaling):
             return CurrentQuantizer(recipe, role, hardware=hardware)
+        if isinstance(recipe, BlockRecipe):
+            return BlockQuantizer(recipe, role, fold=self.state.emulation == "fast")
         raise TypeError(f"No quantizer for {recipe!r}.")
 
     def _meta(self) -> dict[str, Any]:
@@ -176,8 +189,9 @@ class LinearPrecision:
             and is_first_microbatch is not True
         )
         if cached is None or not valid:
-            row, amax = quantizer.cast(weight.detach())
-            col = quantizer.transposed(row)
+            values = weight.detach()
+            row, amax = quantizer.cast(values)
+            col = quantizer.column(quantizer.keep(values, row))
             cached = _CachedWeight(ref(weight), source, scales, row, col, amax, recorded=False)
             self._cached = cached
         if self.state.recording and not cached.recorded:
@@ -207,11 +221,15 @@ class LinearPrecision:
         kernel = kernel_name(
             first,
             second,
-            hardware=self.state.hardware,
+            hardware=self.state.hardware and decision.recipe.has_hardware_gemm,
             emulation=self.state.emulation,
             device=self.state.device,
+            exact_in_bf16=decision.recipe.exact_in_bf16,
         )
-        return PrecisionRow(self.path, gemm, name, name, kernel)
+        reason = ""
+        if self.state.hardware and not decision.recipe.has_hardware_gemm:
+            reason = "block scales have no hardware product in this release"
+        return PrecisionRow(self.path, gemm, name, name, kernel, reason)
 
 
 def group_rows(experts: Sequence[LinearPrecision], path: str) -> list[PrecisionRow]:

@@ -17,7 +17,9 @@ from megatron.core.comm_log import AMAX
 from megatron.core.fp8 import kernels
 from megatron.core.fp8.amax import Slot
 from megatron.core.fp8.formats import Fp8Format
-from megatron.core.fp8.recipe import Float8CurrentScaling, Role
+from megatron.core.fp8.gemm import Operand
+from megatron.core.fp8.recipe import BlockRecipe, Float8CurrentScaling, Role
+from megatron.core.fp8.scales import ScaleRule
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_reduce
@@ -32,6 +34,8 @@ class Quantizer(ABC):
         hardware: Whether operands are made in the FP8 type (for FP8 hardware) or held in bf16.
         wants_fp32: Whether a normalisation should hand over its fp32 output, unrounded.
         transposable: Whether `colwise(x)` is `rowwise(x)` transposed: one cast serves both.
+
+    A forward keeps for the backward what `keep` returns; `column` makes the operand of it.
     """
 
     wants_fp32 = False
@@ -72,6 +76,22 @@ class Quantizer(ABC):
             return turned
         codes = turned.data.view(torch.uint8).contiguous()
         return replace(turned, data=codes.view(self.fmt.torch_dtype))
+
+    def keep(self, x: torch.Tensor, row: QuantizedTensor, *, axis: Axis | None = None) -> Operand:
+        """What `column` needs of `x` later: here what is cast already.
+
+        Args:
+            x: `[rows, cols]`, what `row` was made from.
+            row: `rowwise(x)`.
+            axis: Ranks whose rows are gathered before `column` sees them.
+        """
+        return row
+
+    def column(self, kept: Operand) -> QuantizedTensor:
+        """`colwise(x)`, `[cols, rows]`, from `x` itself or from what was kept of it."""
+        if isinstance(kept, QuantizedTensor):
+            return self.transposed(kept)
+        return self.colwise(kept)
 
     def _make(
         self, x: torch.Tensor, scale: torch.Tensor, *, want_amax: bool
@@ -135,3 +155,61 @@ class CurrentQuantizer(Quantizer):
         if axis is not None and axis.size > 1:
             amax = all_reduce(amax.view(1), axis, op="max", part=AMAX).view(())
         return self._make(x, self.recipe.scale(amax, self.fmt.max), want_amax=False)
+
+
+class BlockQuantizer(Quantizer):
+    """A scale for each block of a row of `x`, or for each square.
+
+    Blocks lie along the dimension that a product sums over, so a matrix that two products use
+    along different dimensions is cast twice, both times from high precision. Square blocks serve
+    both.
+
+    Args:
+        recipe: Formats, blocks and scale rule.
+        role: The tensor's role.
+        fold: Whether operands are multiplied by their inverse scales at once, where that is exact.
+    """
+
+    def __init__(self, recipe: BlockRecipe, role: Role, *, fold: bool) -> None:
+        super().__init__(recipe.format_of(role), role)
+        self.blocks = recipe.blocks_of(role)
+        self.transposable = self.blocks.square
+        self.power_of_two = self.blocks.rule is not ScaleRule.FP32
+        self.fold = fold and self.power_of_two
+
+    def cast(
+        self, x: torch.Tensor, *, axis: Axis | None = None
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        """See the base class. Blocks of a row never reach into another rank's rows."""
+        return self._blocks(x, self.blocks.row), None
+
+    def colwise(self, x: torch.Tensor, *, axis: Axis | None = None) -> QuantizedTensor:
+        """See the base class."""
+        return self._blocks(x, self.blocks.row[::-1]).t()
+
+    def keep(self, x: torch.Tensor, row: QuantizedTensor, *, axis: Axis | None = None) -> Operand:
+        """`x` quantized along its rows, or `x` itself.
+
+        Where the rows of several ranks are gathered, blocks are those of the gathered matrix: a
+        rank can make its own only if its rows are whole blocks.
+        """
+        if self.transposable:
+            return row
+        if axis is not None and x.shape[0] % self.blocks.length:
+            return x
+        return self._blocks(x, self.blocks.row[::-1])
+
+    def transposed(self, row: QuantizedTensor) -> QuantizedTensor:
+        """The transpose of square blocks, or of what `keep` made.
+
+        Raises:
+            ValueError: For blocks along the rows of `x`, whose transpose is no operand.
+        """
+        if row.block == (1, self.blocks.length):
+            raise ValueError("BlockQuantizer.transposed: got rows of blocks. Use keep and column.")
+        return row.t()
+
+    def _blocks(self, x: torch.Tensor, block: tuple[int, int]) -> QuantizedTensor:
+        rule, fold = self.blocks.rule, self.fold
+        data, scale_inv = kernels.round_blocks(x, self.fmt, block, rule, fold=fold)
+        return QuantizedTensor(data, scale_inv, self.fmt, block, self.power_of_two, fold)

@@ -9,6 +9,7 @@ Source: the formulas follow NVIDIA Transformer Engine's delayed and per-tensor c
 from __future__ import annotations
 
 import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, fields
 from enum import Enum
@@ -18,8 +19,8 @@ import torch
 
 from megatron.core.errors import complaint
 from megatron.core.fp8.formats import Format, Fp8Format
+from megatron.core.fp8.scales import FLT_MAX, BlockScaling, ScaleRule, current_scale
 
-FLT_MAX = torch.finfo(torch.float32).max
 AMAX_ALGORITHMS = ("max", "most_recent")
 
 
@@ -41,6 +42,13 @@ class Recipe:
     fp8_format: Format
     #: Name in `--fp8-recipe`, in tables and in checkpoints.
     name: str
+    #: Whether products of its operands run through `torch._scaled_mm` on FP8 hardware.
+    has_hardware_gemm = True
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """Whether the `fast` emulation may multiply in bf16."""
+        return True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Recipe:  # noqa: D102
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
@@ -72,6 +80,13 @@ class Recipe:
                     "Use Format.E4M3, or Format.HYBRID for E5M2 gradients",
                 )
             )
+
+    def _require(self, field: str, allowed: tuple[Any, ...], why: str) -> None:
+        """Refuse a value of a field that is none of the allowed ones."""
+        value = getattr(self, field)
+        if value not in allowed:
+            fix = f"Use {' or '.join(str(choice) for choice in allowed)}"
+            raise ValueError(complaint(f"{type(self).__name__}({field}=)", value, why, fix))
 
 
 @dataclass(frozen=True)
@@ -183,45 +198,81 @@ class Float8CurrentScaling(Recipe):
         return current_scale(amax, fp8_max, self.power_2_scale, self.amax_epsilon)
 
 
-def current_scale(
-    amax: torch.Tensor, fp8_max: float, power_2_scale: bool = False, epsilon: float = 0.0
-) -> torch.Tensor:
-    """Scale from the magnitude of the tensor itself.
+class BlockRecipe(Recipe, ABC):
+    """Base of the recipes with a scale for each block of a tensor, found as it is cast.
 
-    Args:
-        amax: fp32, any shape.
-        fp8_max: Largest value of the format.
-        power_2_scale: Round down to a power of two.
-        epsilon: Lower bound of `amax`.
-
-    Returns:
-        fp32 like `amax`. 1 where `amax` is 0, infinite or NaN; at most the largest fp32.
+    Emulated on every device: there is no call for block scales that works alike in the supported
+    releases of torch.
     """
-    if amax.device.type == "cpu" and amax.numel() == 1:
-        return _scale_of_one(amax, fp8_max, power_2_scale, epsilon)
-    bounded = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-    # Not `fp8_max / bounded`: torch computes that as a reciprocal and a product, rounding twice.
-    scale = (torch.full_like(bounded, fp8_max) / bounded).clamp(max=FLT_MAX)
-    if power_2_scale:
-        scale = _floor_to_power_of_two(scale)
-    return torch.where((bounded > 0) & torch.isfinite(bounded), scale, torch.ones_like(scale))
+
+    has_hardware_gemm = False
+
+    @abstractmethod
+    def blocks_of(self, role: Role) -> BlockScaling:
+        """How tensors of `role` are divided."""
 
 
-def _floor_to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+@dataclass(frozen=True)
+class Float8BlockScaling(BlockRecipe):
+    """A scale for each 128 elements of a row, and for each 128 x 128 of a weight.
 
-
-def _scale_of_one(
-    amax: torch.Tensor, fp8_max: float, power_2_scale: bool, epsilon: float
-) -> torch.Tensor:
-    """`current_scale` of one number on the CPU, where a number is cheaper than six tensors.
-
-    Dividing in fp64 and rounding to fp32 gives the fp32 quotient: 53 bits are more than twice 24.
+    Attributes:
+        use_f32_scales: Keep scales as they are, instead of rounding them down to powers of two.
+            Products then run in fp32 where they are emulated.
+        fp8_format: E4M3 for all tensors, or HYBRID (E5M2 gradients).
+        x_block_scaling_dim: Dimensions of an input's blocks; 1.
+        w_block_scaling_dim: Dimensions of a weight's blocks; 1 or 2.
+        grad_block_scaling_dim: Dimensions of an output gradient's blocks; 1.
     """
-    value = amax.item()
-    if value < epsilon:
-        value = torch.full_like(amax, epsilon).item()
-    if value != value or value in (0.0, float("inf")):
-        return torch.ones_like(amax)
-    scale = torch.full_like(amax, min(fp8_max / value, FLT_MAX))
-    return _floor_to_power_of_two(scale) if power_2_scale else scale
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+
+    name = "blockwise"
+    length = 128
+
+    def __post_init__(self) -> None:
+        self._check_format()
+        why = "Inputs and gradients have blocks along rows, in either direction"
+        self._require("x_block_scaling_dim", (1,), why)
+        self._require("grad_block_scaling_dim", (1,), why)
+        self._require("w_block_scaling_dim", (1, 2), "A block is part of a row, or a square")
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """See the base class."""
+        return not self.use_f32_scales
+
+    def blocks_of(self, role: Role) -> BlockScaling:
+        """See the base class."""
+        square = role is Role.WEIGHT and self.w_block_scaling_dim == 2
+        rule = ScaleRule.FP32 if self.use_f32_scales else ScaleRule.POWER_OF_TWO
+        return BlockScaling(self.length, square, rule)
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(BlockRecipe):
+    """A power-of-two scale (E8M0) for each 32 elements of a row, weights included.
+
+    Attributes:
+        margin: There is none; 0.
+        fp8_format: E4M3 for all tensors, or HYBRID (E5M2 gradients).
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+
+    name = "mxfp8"
+    length = 32
+
+    def __post_init__(self) -> None:
+        self._check_format()
+        self._require("margin", (0,), "Scales are the smallest that let nothing saturate")
+
+    def blocks_of(self, role: Role) -> BlockScaling:
+        """See the base class."""
+        del role
+        return BlockScaling(self.length, False, ScaleRule.E8M0)

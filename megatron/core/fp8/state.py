@@ -16,7 +16,13 @@ from megatron.core.fp8.formats import Format
 from megatron.core.fp8.gemm import EMULATIONS
 from megatron.core.fp8.policy import Fp8Policy
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
-from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from megatron.core.fp8.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
 from megatron.core.mesh import Axis
 
 
@@ -41,12 +47,16 @@ def recipe_from_config(fp8: Any) -> Recipe | None:
         )
     if fp8.fp8_recipe == "tensorwise":
         return Float8CurrentScaling(fp8_format=fmt)
+    if fp8.fp8_recipe == "blockwise":
+        return Float8BlockScaling(fp8_format=fmt)
+    if fp8.fp8_recipe == "mxfp8":
+        return MXFP8BlockScaling(fp8_format=fmt)
     raise PrecisionError(
         complaint(
             "--fp8-recipe",
             fp8.fp8_recipe,
             "The native backend has no such recipe",
-            "Use delayed or tensorwise",
+            "Use delayed, tensorwise, blockwise or mxfp8",
         )
     )
 

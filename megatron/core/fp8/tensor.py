@@ -1,4 +1,4 @@
-"""A quantized tensor: grid values and the inverse of the scale that made them."""
+"""A quantized tensor: grid values and the inverses of the scales that made them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,34 @@ class QuantizedTensor:
     both formats is a bf16 value, so a held tensor is the same numbers in twice the bytes, ready
     for a bf16 product. `to_fp8` and `hold` convert without any change of value.
 
+    A tensor with a scale for each block may be *folded*: its data are already multiplied by the
+    inverse scales. With powers of two that is exact in bf16 (see `kernels.round_blocks`).
+
     Attributes:
-        data: `[rows, cols]`, FP8 type or bf16.
-        scale_inv: fp32. One element for `block` None.
+        data: `[rows, cols]`, FP8 type, bf16 or fp32.
+        scale_inv: fp32. One element for `block` None, else one for each block.
         fmt: The format whose grid the values lie on.
         block: Rows and columns that share a scale; None means the whole tensor.
+        power_of_two: Whether every scale of a block is a power of two.
+        folded: Whether the data are multiplied by the inverse scales.
     """
 
     data: torch.Tensor
     scale_inv: torch.Tensor
     fmt: Fp8Format
     block: tuple[int, int] | None = None
+    power_of_two: bool = False
+    folded: bool = False
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the data."""
         return self.data.shape
+
+    @property
+    def form(self) -> tuple[Fp8Format, tuple[int, int] | None, bool, bool]:
+        """Everything but the numbers: `QuantizedTensor(x.data, x.scale_inv, *x.form)` is `x`."""
+        return self.fmt, self.block, self.power_of_two, self.folded
 
     @property
     def is_held(self) -> bool:
@@ -42,6 +54,8 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The approximated tensor, in fp32 arithmetic, rounded once to `dtype`."""
+        if self.folded:
+            return self.data.to(dtype)
         return (self.hold().data.float() * self.expanded_scale_inv()).to(dtype)
 
     def expanded_scale_inv(self) -> torch.Tensor:
@@ -64,11 +78,36 @@ class QuantizedTensor:
         """The same values with `data` in the FP8 type."""
         if not self.is_held:
             return self
-        codes = kernels.encode(self.data, self.fmt)
-        return replace(self, data=codes.view(self.fmt.torch_dtype))
+        data = self.data
+        if self.folded:
+            data = (data.float() / self.expanded_scale_inv()).to(torch.bfloat16)
+        codes = kernels.encode(data, self.fmt)
+        return replace(self, data=codes.view(self.fmt.torch_dtype), folded=False)
 
     def hold(self) -> QuantizedTensor:
         """The same values with `data` in bf16."""
         if self.is_held:
             return self
         return replace(self, data=kernels.decode(self.data.view(torch.uint8), self.fmt))
+
+    def fold(self) -> QuantizedTensor:
+        """The same values, multiplied by the inverse scales of their blocks.
+
+        Raises:
+            ValueError: If the products might not be exact in bf16.
+        """
+        if self.folded:
+            return self
+        if self.block is None or not self.power_of_two:
+            raise ValueError("QuantizedTensor.fold: needs a power-of-two scale for each block.")
+        data = kernels.fold_blocks(self.hold().data, self.scale_inv, self.block)
+        return replace(self, data=data, folded=True)
+
+    def values(self, dtype: torch.dtype) -> QuantizedTensor:
+        """Folded, in a type that holds the products, to be multiplied and for nothing else.
+
+        Args:
+            dtype: bf16 where `fold` is exact; or fp32.
+        """
+        data = self.fold().data.to(dtype) if self.folded else self.dequantize(dtype)
+        return replace(self, data=data, folded=True)

@@ -23,8 +23,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.core.fp8.comm import PLAIN, Transfers, from_wire, tensor_of, to_wire
-from megatron.core.fp8.gemm import Operand, Product, ready_dtype
+from megatron.core.fp8.comm import (
+    PLAIN,
+    Transfers,
+    from_wire,
+    is_uniform,
+    tensor_of,
+    to_wire,
+)
+from megatron.core.fp8.gemm import Operand, Product, ready, ready_dtype
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import (
@@ -108,13 +115,16 @@ class _Gathering:
     def __init__(self, rows: Operand, axis: Axis) -> None:
         self._axis, self._rows, self._count = axis, rows, rows.shape[0]
         local = to_wire(rows)
-        shape = (axis.size * local.shape[0], local.shape[1])
-        self._wire = torch.empty(shape, dtype=local.dtype, device=local.device)
+        self._lines = local.shape[0]
+        self._wire = torch.empty(
+            (axis.size * self._lines, local.shape[1]), dtype=local.dtype, device=local.device
+        )
         self._steps: list[Pending] = start_gather_steps(local, self._wire, axis)
         # What arrives is multiplied where it lies, or converted into here first.
         dtype = ready_dtype(rows)
         self._ready: torch.Tensor | None = None
         if dtype.itemsize != local.dtype.itemsize:
+            shape = (axis.size * self._count, rows.shape[1])
             self._ready = torch.empty(shape, dtype=dtype, device=local.device)
         self._there: set[int] = set()
 
@@ -130,8 +140,9 @@ class _Gathering:
             if step and self._steps:
                 self._steps[step - 1].wait()
             if self._ready is not None:
-                rows = from_wire(self._wire[span], self._rows) if step else self._rows
-                self._ready[span] = tensor_of(rows)
+                lines = self._wire[index * self._lines : (index + 1) * self._lines]
+                rows = from_wire(lines, self._rows) if step else self._rows
+                self._ready[span] = tensor_of(rows if is_uniform(rows) else ready(rows))
             self._there.add(index)
         return self._like_own(span)
 
@@ -144,9 +155,10 @@ class _Gathering:
     def _like_own(self, span: slice) -> Operand:
         if self._ready is None:
             return from_wire(self._wire[span], self._rows)
-        if isinstance(self._rows, QuantizedTensor):
-            return replace(self._rows, data=self._ready[span])
-        return self._ready[span]
+        if not isinstance(self._rows, QuantizedTensor):
+            return self._ready[span]
+        # Values times their scales, where there is a scale for each block.
+        return replace(self._rows, data=self._ready[span], folded=not is_uniform(self._rows))
 
 
 def _send_parts(rows: Operand, axis: Axis, product: Product) -> PairwiseSum:
@@ -162,9 +174,11 @@ def _send_parts(rows: Operand, axis: Axis, product: Product) -> PairwiseSum:
 
 
 def _rows_of(rows: Operand, start: int, count: int) -> Operand:
-    if isinstance(rows, QuantizedTensor):
-        return replace(rows, data=rows.data[start : start + count])
-    return rows[start : start + count]
+    span = slice(start, start + count)
+    if not isinstance(rows, QuantizedTensor):
+        return rows[span]
+    scales = rows.scale_inv if is_uniform(rows) else rows.scale_inv[span]
+    return replace(rows, data=rows.data[span], scale_inv=scales)
 
 
 def transfers_of(config: RunConfig) -> Transfers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import functools
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -29,7 +30,14 @@ import torch._dynamo  # optimizers import it when they are built: 0.4 s for each
 import torch.distributed as dist
 
 from megatron.core.errors import MegatronError
-from megatron.core.fp8 import DelayedScaling, Fp8Policy, Fp8State, linear
+from megatron.core.fp8 import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Fp8Policy,
+    Fp8State,
+    MXFP8BlockScaling,
+    linear,
+)
 
 _fork = multiprocessing.get_context("fork")
 _COLLECTIVE_TIMEOUT_S = 30
@@ -40,8 +48,9 @@ _NO_RANK = -1
 @functools.cache
 def compile_kernels() -> None:
     """Compile FP8 kernels in this process, which every forked rank would compile for itself."""
-    for dtype in (torch.float32, torch.bfloat16):
-        state = Fp8State(Fp8Policy(recipe=DelayedScaling()), params_dtype=dtype)
+    recipes = (DelayedScaling(), MXFP8BlockScaling(), Float8BlockScaling())
+    for dtype, recipe in itertools.product((torch.float32, torch.bfloat16), recipes):
+        state = Fp8State(Fp8Policy(recipe=recipe), params_dtype=dtype)
         x, weight = (torch.ones(16, 16, dtype=dtype, requires_grad=True) for _ in range(2))
         total = linear(x, weight, None, state.for_linear("layer")).sum()
         total.backward()  # type: ignore[no-untyped-call]

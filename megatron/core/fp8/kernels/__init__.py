@@ -1,8 +1,8 @@
 """Element-wise FP8 kernels: magnitude, rounding onto the grid, bytes.
 
-Every function has one definition in plain torch (`plain.py`). Where numba is installed, CPU tensors
-take a compiled loop (`compiled.py`) with bitwise the same results. `use` switches for tests and
-measurements.
+Every function has one definition in plain torch (`plain*.py`). Where numba is installed, CPU
+tensors take a compiled loop (`compiled*.py`) with bitwise the same results. `use` switches for
+tests and measurements.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 
 from megatron.core.fp8.formats import Fp8Format
-from megatron.core.fp8.kernels import plain
+from megatron.core.fp8.kernels import plain, plain_blocks
+from megatron.core.fp8.scales import ScaleRule
 
 try:
-    from megatron.core.fp8.kernels import compiled
+    from megatron.core.fp8.kernels import compiled, compiled_blocks
 except ImportError:  # numba is optional
-    compiled = None  # type: ignore[assignment]
+    compiled = compiled_blocks = None  # type: ignore[assignment]
 
 _enabled = compiled is not None
 
@@ -79,6 +80,47 @@ def round_to_grid(
     if _compiled_for(x):
         return compiled.round_to_grid(x, scale, fmt, want_amax)
     return plain.round_to_grid(x, scale, fmt, want_amax)
+
+
+def round_blocks(
+    x: torch.Tensor,
+    fmt: Fp8Format,
+    block: tuple[int, int],
+    rule: ScaleRule,
+    *,
+    fold: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize each block of a matrix with a scale of its own.
+
+    Magnitudes, rounding, saturation and NaN are as in `amax` and `round_to_grid`. The last blocks
+    of a row or column may be smaller.
+
+    Args:
+        x: `[rows, cols]`, any float type.
+        fmt: Target format.
+        block: Rows and columns of a block; one of them is 1, or they are equal.
+        rule: Scale of a block.
+        fold: Multiply the grid values by the inverse scale of their block. Such products are
+            exact in bf16 when scales are powers of two, except that bits below bf16's smallest
+            normal number, 2**-126, are cut off.
+
+    Returns:
+        Values held in bf16 `[rows, cols]`, and the inverse scales, fp32 `[ceil(rows / block[0]),
+        ceil(cols / block[1])]`.
+    """
+    if _compiled_for(x):
+        return compiled_blocks.round_blocks(x, fmt, block, rule, fold)
+    if not x.numel():
+        counts = (-(-size // side) for size, side in zip(x.shape, block, strict=True))
+        return x.to(torch.bfloat16), torch.empty(*counts, device=x.device)
+    return plain_blocks.round_blocks(x, fmt, block, rule, fold)
+
+
+def fold_blocks(
+    data: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int]
+) -> torch.Tensor:
+    """What `round_blocks` gives with `fold`, from what it gives without."""
+    return plain_blocks.fold(data, scale_inv, block)
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:

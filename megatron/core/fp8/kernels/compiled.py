@@ -29,22 +29,22 @@ _PARALLEL_FROM = 1 << 18  # elements; below this a second thread costs more than
 
 # The bodies below are written in LLVM terms: numba widens small integers to 64 bits, which keeps
 # the loops from vectorising (ten times slower).
-_I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+_I8, I16, I32, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
 def _i32(value: int) -> ir.Constant:
-    return ir.Constant(_I32, value)
+    return ir.Constant(I32, value)
 
 
 @intrinsic
-def _max_magnitude(typingctx: Any, largest: Any, raw: Any) -> Any:
+def max_magnitude(typingctx: Any, largest: Any, raw: Any) -> Any:
     """The larger of a running magnitude and a value's, as bits; NaN counts as zero."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         running, bits = args
         infinity = 0x7F80 if signature.return_type == types.uint16 else 0x7F800000
         kind = bits.type
-        mask = ir.Constant(kind, 0x7FFF if kind == _I16 else 0x7FFFFFFF)
+        mask = ir.Constant(kind, 0x7FFF if kind == I16 else 0x7FFFFFFF)
         a = builder.and_(bits, mask)
         is_nan = builder.icmp_unsigned(">", a, ir.Constant(kind, infinity))
         a = builder.select(is_nan, ir.Constant(kind, 0), a)
@@ -53,20 +53,25 @@ def _max_magnitude(typingctx: Any, largest: Any, raw: Any) -> Any:
     return raw(raw, raw), codegen
 
 
-def _emit_round(builder: Any, value: Any, constants: Any) -> Any:
-    """bf16 bits of a float32 times scale, clamped and rounded to the grid; sign kept."""
+def emit_grid_value(builder: Any, value: Any, constants: Any) -> Any:
+    """A float32 times scale, clamped and rounded to the grid without its sign; its bits before."""
     scale, top, floor, offset = constants
     v = builder.fmul(value, scale)
-    bottom = builder.fsub(ir.Constant(_F32, -0.0), top)
+    bottom = builder.fsub(ir.Constant(F32, -0.0), top)
     v = builder.select(builder.fcmp_ordered(">", v, top), top, v)  # NaN compares false and stays
     v = builder.select(builder.fcmp_ordered("<", v, bottom), bottom, v)
-    bits = builder.bitcast(v, _I32)
+    bits = builder.bitcast(v, I32)
     field = builder.and_(bits, _i32(0x7F800000))
     field = builder.select(builder.icmp_unsigned(">", field, floor), field, floor)
-    c = builder.bitcast(builder.add(field, offset), _F32)
-    q = builder.bitcast(builder.fsub(builder.fadd(v, c), c), _I32)
-    q = builder.or_(q, builder.and_(bits, _i32(0x80000000)))
-    return builder.trunc(builder.lshr(q, _i32(16)), _I16)
+    c = builder.bitcast(builder.add(field, offset), F32)
+    return builder.fsub(builder.fadd(v, c), c), bits
+
+
+def widened(builder: Any, raw: Any) -> Any:
+    """The float32 of bf16 or fp32 bits."""
+    if raw.type == I16:
+        raw = builder.shl(builder.zext(raw, I32), _i32(16))
+    return builder.bitcast(raw, F32)
 
 
 @intrinsic
@@ -75,9 +80,10 @@ def _round_one(typingctx: Any, raw: Any, scale: Any, top: Any, floor: Any, offse
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         raw_bits, *constants = args
-        if raw_bits.type == _I16:
-            raw_bits = builder.shl(builder.zext(raw_bits, _I32), _i32(16))
-        return _emit_round(builder, builder.bitcast(raw_bits, _F32), constants)
+        rounded, bits = emit_grid_value(builder, widened(builder, raw_bits), constants)
+        q = builder.bitcast(rounded, I32)
+        q = builder.or_(q, builder.and_(bits, _i32(0x80000000)))
+        return builder.trunc(builder.lshr(q, _i32(16)), I16)
 
     return types.uint16(raw, types.float32, types.float32, types.uint32, types.uint32), codegen
 
@@ -90,12 +96,12 @@ def _encode_one(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits, step, right, base, smallest, codes = args
-        bits = builder.zext(bits, _I32)
+        bits = builder.zext(bits, I32)
         a = builder.and_(bits, _i32(0x7FFF))
-        value = builder.bitcast(builder.shl(a, _i32(16)), _F32)
+        value = builder.bitcast(builder.shl(a, _i32(16)), F32)
         is_small = builder.icmp_unsigned("<", a, smallest)
-        value = builder.select(is_small, value, ir.Constant(_F32, 0.0))
-        small = builder.fptosi(builder.fmul(value, step), _I32)
+        value = builder.select(is_small, value, ir.Constant(F32, 0.0))
+        small = builder.fptosi(builder.fmul(value, step), I32)
         code = builder.select(is_small, small, builder.sub(builder.lshr(a, right), base))
         is_inf = builder.icmp_unsigned("==", a, _i32(0x7F80))
         code = builder.select(is_inf, builder.lshr(codes, _i32(8)), code)
@@ -115,9 +121,9 @@ def _decode_one(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         code, unit, left, base, smallest, codes = args
-        code = builder.zext(code, _I32)
+        code = builder.zext(code, I32)
         a = builder.and_(code, _i32(0x7F))
-        small = builder.bitcast(builder.fmul(builder.sitofp(a, _F32), unit), _I32)
+        small = builder.bitcast(builder.fmul(builder.sitofp(a, F32), unit), I32)
         small = builder.lshr(small, _i32(16))
         bits = builder.shl(builder.add(a, base), left)
         bits = builder.select(builder.icmp_unsigned("<", a, smallest), small, bits)
@@ -129,29 +135,29 @@ def _decode_one(
         beyond = builder.select(is_inf, _i32(0x7F80), _i32(0x7FC0))
         bits = builder.select(is_above, beyond, bits)
         sign = builder.shl(builder.and_(code, _i32(0x80)), _i32(8))
-        return builder.trunc(builder.or_(bits, sign), _I16)
+        return builder.trunc(builder.or_(bits, sign), I16)
 
     kinds = (types.float32, types.uint32, types.uint32, types.uint32, types.uint32)
     return types.uint16(types.uint8, *kinds), codegen
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile on first call, with the machine code cached on disk where a place is writable."""
     try:
-        return njit(nogil=True, cache=True)(function)
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # no directory to cache in
-        return njit(nogil=True)(function)
+        return njit(nogil=True, error_model="numpy")(function)
 
 
-@_compile
+@compile_loop
 def _amax_loop(src: np.ndarray, zero: Any) -> Any:
     largest = zero
     for i in range(src.size):
-        largest = _max_magnitude(largest, src[i])
+        largest = max_magnitude(largest, src[i])
     return largest
 
 
-@_compile
+@compile_loop
 def _round_loop(
     src: np.ndarray, dst: np.ndarray, scale: Any, top: Any, floor: Any, offset: Any
 ) -> None:
@@ -159,18 +165,18 @@ def _round_loop(
         dst[i] = _round_one(src[i], scale, top, floor, offset)
 
 
-@_compile
+@compile_loop
 def _round_amax_loop(
     src: np.ndarray, dst: np.ndarray, zero: Any, scale: Any, top: Any, floor: Any, offset: Any
 ) -> Any:
     largest = zero
     for i in range(src.size):
-        largest = _max_magnitude(largest, src[i])
+        largest = max_magnitude(largest, src[i])
         dst[i] = _round_one(src[i], scale, top, floor, offset)
     return largest
 
 
-@_compile
+@compile_loop
 def _encode_loop(
     src: np.ndarray, dst: np.ndarray, step: Any, shift: Any, base: Any, low: Any, special: Any
 ) -> None:
@@ -178,7 +184,7 @@ def _encode_loop(
         dst[i] = _encode_one(src[i], step, shift, base, low, special)
 
 
-@_compile
+@compile_loop
 def _decode_loop(
     src: np.ndarray, dst: np.ndarray, step: Any, shift: Any, base: Any, low: Any, special: Any
 ) -> None:
@@ -202,10 +208,17 @@ def set_threads(count: int | None) -> int | None:
     return previous
 
 
-def _run(size: int, body: Callable[[int, int], Any]) -> list[Any]:
-    """Call `body(start, stop)` over `[0, size)`, one range a thread."""
-    threads = (_threads or torch.get_num_threads()) if size >= _PARALLEL_FROM else 1
-    if threads == 1:
+def run_parts(size: int, elements: int, body: Callable[[int, int], Any]) -> list[Any]:
+    """Call `body(start, stop)` over `[0, size)`, one range a thread.
+
+    Args:
+        size: Number of equal pieces of work.
+        elements: Elements in all of them.
+        body: Does a range of pieces.
+    """
+    threads = (_threads or torch.get_num_threads()) if elements >= _PARALLEL_FROM else 1
+    threads = min(threads, size)
+    if threads <= 1:
         return [body(0, size)]
     step = -(-size // threads)
     ranges = [(start, min(start + step, size)) for start in range(0, size, step)]
@@ -214,7 +227,7 @@ def _run(size: int, body: Callable[[int, int], Any]) -> list[Any]:
     return [body(*ranges[0]), *(future.result() for future in others)]
 
 
-def _flat(x: torch.Tensor) -> np.ndarray:
+def bits_of(x: torch.Tensor) -> np.ndarray:
     """The tensor's bits as a flat unsigned array that shares memory."""
     kind = {2: torch.uint16, 4: torch.uint32, 1: torch.uint8}[x.element_size()]
     return x.view(-1).view(kind).numpy()
@@ -230,13 +243,16 @@ def _magnitude(parts: list[Any]) -> torch.Tensor:
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """See `kernels.amax`."""
-    src = _flat(x.detach().contiguous())
+    src = bits_of(x.detach().contiguous())
     kind = src.dtype.type
-    return _magnitude(_run(src.size, lambda a, b: kind(_amax_loop(src[a:b], kind(0)))))
+    return _magnitude(
+        run_parts(src.size, src.size, lambda a, b: kind(_amax_loop(src[a:b], kind(0))))
+    )
 
 
 @cache
-def _rounding(fmt: Fp8Format) -> tuple[Any, Any, Any]:
+def rounding(fmt: Fp8Format) -> tuple[Any, Any, Any]:
+    """What the loops need to know of a format to round to it."""
     floor, offset = rounding_constants(fmt)
     return np.float32(fmt.max), np.uint32(floor), np.uint32(offset)
 
@@ -247,17 +263,19 @@ def round_to_grid(
     """See `kernels.round_to_grid`."""
     source = x.detach().contiguous()
     out = torch.empty_like(source, dtype=torch.bfloat16)
-    src, dst = _flat(source), _flat(out)
-    factor, constants = np.float32(scale.item()), _rounding(fmt)
+    src, dst = bits_of(source), bits_of(out)
+    factor, constants = np.float32(scale.item()), rounding(fmt)
     if not want_amax:
-        _run(src.size, lambda a, b: _round_loop(src[a:b], dst[a:b], factor, *constants))
+        run_parts(
+            src.size, src.size, lambda a, b: _round_loop(src[a:b], dst[a:b], factor, *constants)
+        )
         return out, None
     kind = src.dtype.type
 
     def both(a: int, b: int) -> Any:
         return kind(_round_amax_loop(src[a:b], dst[a:b], kind(0), factor, *constants))
 
-    return out, _magnitude(_run(src.size, both))
+    return out, _magnitude(run_parts(src.size, src.size, both))
 
 
 def _coding(fmt: Fp8Format, step: float) -> tuple[Any, ...]:
@@ -286,8 +304,8 @@ def encode(held: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """See `kernels.encode`."""
     source = held.detach().contiguous()
     out = torch.empty_like(source, dtype=torch.uint8)
-    src, dst, constants = _flat(source), _flat(out), _encoding(fmt)
-    _run(src.size, lambda a, b: _encode_loop(src[a:b], dst[a:b], *constants))
+    src, dst, constants = bits_of(source), bits_of(out), _encoding(fmt)
+    run_parts(src.size, src.size, lambda a, b: _encode_loop(src[a:b], dst[a:b], *constants))
     return out
 
 
@@ -295,6 +313,6 @@ def decode(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """See `kernels.decode`."""
     source = codes.detach().contiguous()
     out = torch.empty_like(source, dtype=torch.bfloat16)
-    src, dst, constants = _flat(source), _flat(out), _decoding(fmt)
-    _run(src.size, lambda a, b: _decode_loop(src[a:b], dst[a:b], *constants))
+    src, dst, constants = bits_of(source), bits_of(out), _decoding(fmt)
+    run_parts(src.size, src.size, lambda a, b: _decode_loop(src[a:b], dst[a:b], *constants))
     return out

@@ -54,15 +54,20 @@ class _Scratch:
         return self.v[:count], self.p[:count], self.q[:count]
 
 
-def _scratch() -> _Scratch:
-    size = _CHUNK * torch.get_num_threads()
-    scratch = getattr(_local, "scratch", None)
-    if scratch is None or scratch.size != size:
+def chunk_size() -> int:
+    """Elements worked on at once, by all threads together."""
+    return _CHUNK * torch.get_num_threads()
+
+
+def working_memory(size: int) -> _Scratch:
+    """This thread's scratch for chunks of at least `size` elements. Fresh memory would be slow."""
+    scratch: _Scratch | None = getattr(_local, "scratch", None)
+    if scratch is None or scratch.size < size:
         scratch = _local.scratch = _Scratch(size)
     return scratch
 
 
-def _round_chunk(v: torch.Tensor, p: torch.Tensor, q: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+def round_chunk(v: torch.Tensor, p: torch.Tensor, q: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Grid values of fp32 `v`; `v` is clamped in place, `p` and `q` are scratch. Returns `q`.
 
     A negative value that rounds to zero becomes +0.
@@ -77,14 +82,17 @@ def _round_chunk(v: torch.Tensor, p: torch.Tensor, q: torch.Tensor, fmt: Fp8Form
     return q.sub_(p, alpha=factor)
 
 
-def _restore_sign(rounded: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Give `rounded` the sign bits of `source`, same type, in place."""
+def restore_sign(
+    rounded: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Give `rounded` the sign bits of `source`, same type, in place; returns it."""
     kind, mask = (
         (torch.int16, _SIGN_16) if source.dtype == torch.bfloat16 else (torch.int32, _SIGN_32)
     )
-    sign = scratch.view(kind)[: source.numel()]
-    torch.bitwise_and(source.view(kind), mask.to(source.device), out=sign)
+    bits = None if scratch is None else scratch.view(kind)[: source.numel()]
+    sign = torch.bitwise_and(source.view(kind), mask.to(source.device), out=bits)
     rounded.view(kind).bitwise_or_(sign)
+    return rounded
 
 
 def round_to_grid(
@@ -96,19 +104,20 @@ def round_to_grid(
     if source.device.type != "cpu":
         v = source.float() * scale
         p, q = torch.empty_like(v), torch.empty_like(v)
-        _restore_sign(_round_chunk(v, p, q, fmt), v, p)
+        restore_sign(round_chunk(v, p, q, fmt), v, p)
         return q.to(torch.bfloat16), largest
     out = torch.empty_like(source, dtype=torch.bfloat16)
-    factor, scratch = float(scale), _scratch()
-    parts = torch.split(source.view(-1), scratch.size)
-    for part, rounded in zip(parts, torch.split(out.view(-1), scratch.size), strict=True):
+    factor, size = float(scale), chunk_size()
+    scratch = working_memory(size)
+    parts = torch.split(source.view(-1), size)
+    for part, rounded in zip(parts, torch.split(out.view(-1), size), strict=True):
         v, p, q = scratch.first(part.numel())
         v.copy_(part).mul_(factor)
-        _round_chunk(v, p, q, fmt)
+        round_chunk(v, p, q, fmt)
         if part.dtype == torch.bfloat16:  # half the bits to restore
-            _restore_sign(rounded.copy_(q), part, p)
+            restore_sign(rounded.copy_(q), part, p)
         else:
-            _restore_sign(q, v, p)
+            restore_sign(q, v, p)
             rounded.copy_(q)
     return out, largest
 

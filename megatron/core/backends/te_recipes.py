@@ -1,0 +1,165 @@
+"""Recipes and precision of layers on Transformer Engine: translated, checked, refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.config.alignment import alignment_of, nearest_multiples
+from megatron.core.backends import te_calls
+from megatron.core.backends.te_calls import Library
+from megatron.core.errors import PrecisionError, complaint
+from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
+from megatron.core.fp8.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from megatron.core.mesh import Axis
+
+if TYPE_CHECKING:
+    from megatron.core.build import Build
+
+
+class TePrecision(LinearPrecision):
+    """Precision of a layer whose products Transformer Engine computes."""
+
+    version: tuple[int, int] = (0, 0)
+
+    def row(self, gemm: str = "fprop") -> PrecisionRow:
+        """The line of one matrix product, with Transformer Engine as its kernel."""
+        row = super().row(gemm)
+        kernel = f"Transformer Engine {self.version[0]}.{self.version[1]} {row.delivered}"
+        return PrecisionRow(row.path, row.gemm, row.requested, row.delivered, kernel, row.reason)
+
+
+def te_precision(build: Build, library: Library, *, is_expert: bool = False) -> TePrecision:
+    """Decide a layer's precision and check that Transformer Engine can deliver it.
+
+    Args:
+        build: Precision and path.
+        library: Transformer Engine.
+        is_expert: Whether the layer belongs to one expert.
+
+    Raises:
+        PrecisionError: A setting has no counterpart in Transformer Engine.
+    """
+    native = build.fp8.for_linear(build.path, is_expert=is_expert)
+    decision = native.decision
+    if decision.recipe is not None and not decision.wgrad:
+        raise PrecisionError(
+            complaint(
+                "--no-fp8-wgrad",
+                "a Transformer Engine layer",
+                "Transformer Engine 2.0 removed the choice of precision for single products, and"
+                f" {library.version[0]}.{library.version[1]} is installed",
+                "Leave --no-fp8-wgrad out, or use --transformer-impl native",
+            )
+        )
+    if decision.recipe is not None:
+        able, reason = te_calls.recipe_support(library, decision.recipe.name)
+        if not able:
+            raise PrecisionError(
+                complaint(
+                    "--fp8-recipe",
+                    decision.recipe.name,
+                    f"Transformer Engine cannot run it here: {reason}",
+                    "Choose another recipe, or use --transformer-impl native, which emulates it",
+                )
+            )
+    precision = TePrecision(build.path, decision, native.state, native.slots)
+    precision.version = library.version
+    build.fp8.layers[build.path] = precision
+    return precision
+
+
+def te_recipe(library: Library, recipe: Recipe, amax_axis: Axis) -> Any:
+    """Transformer Engine's object for a recipe of the project, one for each recipe and axis size.
+
+    Args:
+        library: Transformer Engine.
+        recipe: The project's recipe.
+        amax_axis: Ranks that agree on delayed-scaling maxima. For an axis of one the recipe must
+            not ask for a reduction: without a group Transformer Engine would take all processes.
+
+    Raises:
+        PrecisionError: Transformer Engine has no such recipe.
+    """
+    key = (recipe, amax_axis.size > 1)
+    if key not in library.recipes:
+        library.recipes[key] = _translate(library, recipe, amax_axis.size > 1)
+    return library.recipes[key]
+
+
+def _translate(library: Library, recipe: Recipe, reduce_amax: bool) -> Any:
+    fp8_format = recipe.fp8_format.name.lower()
+    if isinstance(recipe, DelayedScaling):
+        return te_calls.delayed_recipe(
+            library,
+            fp8_format=fp8_format,
+            margin=recipe.margin,
+            amax_history_len=recipe.amax_history_len,
+            amax_compute_algo=recipe.amax_compute_algo,
+            reduce_amax=recipe.reduce_amax and reduce_amax,
+        )
+    if isinstance(recipe, Float8CurrentScaling):
+        return te_calls.current_recipe(
+            library,
+            fp8_format=fp8_format,
+            power_2_scale=recipe.power_2_scale,
+            amax_epsilon=recipe.amax_epsilon,
+        )
+    if isinstance(recipe, Float8BlockScaling):
+        return te_calls.block_recipe(
+            library,
+            fp8_format=fp8_format,
+            power_of_two=not recipe.use_f32_scales,
+            weight_dim=recipe.w_block_scaling_dim,
+        )
+    if isinstance(recipe, MXFP8BlockScaling):
+        return te_calls.mx_recipe(library, fp8_format=fp8_format)
+    raise PrecisionError(
+        complaint(
+            "FP8 recipe",
+            recipe,
+            "The Transformer Engine backend has no translation of it",
+            "Use one of the recipes of --fp8-recipe",
+        )
+    )
+
+
+def row_alignment(precision: LinearPrecision) -> int:
+    """Multiple in which the library wants tokens now; 1 for any number."""
+    recipe = precision.decision.recipe
+    return alignment_of(recipe.name) if recipe is not None and precision.active else 1
+
+
+def check_widths(precision: LinearPrecision, weight: torch.Tensor) -> None:
+    """Refuse widths that the library's FP8 products do not take, before the first step.
+
+    Args:
+        precision: Of the layer.
+        weight: This rank's `[out, in]`.
+
+    Raises:
+        PrecisionError: Names the layer, the width and the nearest ones that fit.
+    """
+    recipe = precision.decision.recipe
+    if recipe is None:
+        return
+    multiple = alignment_of(recipe.name)
+    for what, size in zip(("outputs", "inputs"), weight.shape, strict=True):
+        if size % multiple:
+            near = " or ".join(str(n) for n in nearest_multiples(size, multiple))
+            raise PrecisionError(
+                complaint(
+                    precision.path,
+                    f"{size} {what} on each rank",
+                    f"FP8 products of Transformer Engine with the recipe {recipe.name} need"
+                    f" multiples of {multiple}",
+                    f"Make it {near}, or use --transformer-impl native, which takes any size",
+                )
+            )
