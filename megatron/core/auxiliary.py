@@ -112,7 +112,8 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        scale = torch.tensor(ctx.owner.gradient_scale, dtype=ctx.dtype, device=ctx.device)
+        # Filled on the device: copying a number there would wait for it.
+        scale = torch.full((), ctx.owner.gradient_scale, dtype=ctx.dtype, device=ctx.device)
         return grad, scale, None
 
 

@@ -37,6 +37,19 @@ def linear_arguments(library, mode="column", tp_size=1, tp_group=None):
     )
 
 
+ATTENTION = {
+    "num_heads": 4,
+    "num_groups": 2,
+    "head_dim": 8,
+    "dropout": 0.0,
+    "tp_size": 1,
+    "tp_group": None,
+    "get_rng_state_tracker": None,
+    "layer_number": 1,
+    "softmax_scale": None,
+}
+
+
 class TestTables:
     def test_the_oldest_supported_release_is_among_them(self):
         assert te_calls.parse_version(RELEASES[0]) == te_calls.OLDEST
@@ -159,19 +172,7 @@ class TestCalls:
 
     @pytest.mark.parametrize("cp", [Axis.single("cp"), Axis("cp", 2, 0, (0, 2), "cp group")])
     def test_attention(self, fake, cp):
-        given = te_calls.attention_arguments(
-            num_heads=4,
-            num_groups=2,
-            head_dim=8,
-            dropout=0.0,
-            tp_size=1,
-            tp_group=None,
-            get_rng_state_tracker=None,
-            layer_number=1,
-            softmax_scale=None,
-            cp=cp,
-            cp_comm_type="all_gather",
-        )
+        given = te_calls.attention_arguments(**ATTENTION, cp=cp, cp_comm_type="all_gather")
         assert given.get("cp_global_ranks", [0]) == list(cp.ranks)
         assert given.get("cp_group") == cp.group
         attention = fake.library.pytorch.DotProductAttention(**given)
@@ -181,15 +182,7 @@ class TestCalls:
     def test_attention_in_two_levels(self, fake):
         inner, outer = Axis("cp-a2a", 2, 0, (0, 1), "inner"), Axis("cp-p2p", 2, 0, (0, 2), "outer")
         given = te_calls.attention_arguments(
-            num_heads=4,
-            num_groups=2,
-            head_dim=8,
-            dropout=0.0,
-            tp_size=1,
-            tp_group=None,
-            get_rng_state_tracker=None,
-            layer_number=1,
-            softmax_scale=None,
+            **ATTENTION,
             cp=Axis("cp", 4, 0, (0, 1, 2, 3), "all"),
             cp_comm_type="a2a+p2p",
             cp_levels=(inner, outer),
