@@ -281,3 +281,22 @@ def test_recompute_replays_the_scales_of_experts():
         assert float(slot.scale) == before
         assert not state.recording
     assert float(slot.scale) != before
+
+
+def test_a_suspended_layer_runs_in_high_precision_and_is_no_fallback():
+    state = trained()
+    layer = state.layers["decoder.layers.1.a"]
+    layer.suspended = "its maxima jump"
+    assert not layer.active
+    assert state.layers["decoder.layers.0.a"].active
+    row = layer.row()
+    assert (row.delivered, row.reason, row.is_fallback) == ("bf16", "its maxima jump", False)
+
+
+def test_suspended_layers_stay_suspended_after_resume():
+    state = trained()
+    state.layers["decoder.layers.1.a"].suspended = "its maxima jump"
+    for recipe in (DELAYED, Float8CurrentScaling()):
+        resumed = state_of(recipe)
+        resumed.load_state_dict(state.state_dict())
+        assert resumed.suspended() == {"decoder.layers.1.a": "its maxima jump"}

@@ -50,6 +50,8 @@ class PrecisionRow:
         delivered: What runs.
         kernel: What computes it.
         reason: Why it is not FP8, or why it is not what was requested; may be empty.
+        by_policy: Whether the run's own rules hold it in high precision at this step, so that it is
+            no fallback.
     """
 
     path: str
@@ -58,11 +60,12 @@ class PrecisionRow:
     delivered: str
     kernel: str
     reason: str = ""
+    by_policy: bool = False
 
     @property
     def is_fallback(self) -> bool:
         """Whether less runs than was asked for."""
-        return self.requested != self.delivered
+        return self.requested != self.delivered and not self.by_policy
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -91,6 +94,8 @@ class LinearPrecision:
         decision: The policy's answer.
         state: The run's FP8 state.
         slots: The layer's columns in the book; None without delayed scaling.
+        suspended: Why the layer is held in high precision for now; empty if it is not. May be
+            changed between steps, alike on all ranks; nothing is recorded meanwhile.
         fp8_meta: Scaling state under Transformer Engine's keys: `scaling_fwd` and `scaling_bwd`
             with live `amax_history` and `scale`, present with delayed scaling only.
     """
@@ -99,6 +104,7 @@ class LinearPrecision:
         self, path: str, decision: Decision, state: Fp8State, slots: Slots | None = None
     ) -> None:
         self.path, self.decision, self.state, self.slots = path, decision, state, slots
+        self.suspended = ""
         self._quantizers: dict[Role, Quantizer] = {}
         if decision.recipe is not None:
             self._quantizers = {role: self._quantizer(decision.recipe, role) for role in Role}
@@ -142,7 +148,7 @@ class LinearPrecision:
     @property
     def active(self) -> bool:
         """Whether a forward started now runs in FP8."""
-        return self.decision.recipe is not None and self.state.enabled
+        return self.decision.recipe is not None and self.state.enabled and not self.suspended
 
     @property
     def wants_fp32_norm(self) -> bool:
@@ -214,9 +220,10 @@ class LinearPrecision:
             return PrecisionRow(self.path, gemm, plain, plain, f"{plain} GEMM", reason)
         first, second = (decision.recipe.format_of(role) for role in _OPERANDS[gemm])
         name = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
-        if not self.state.enabled:
+        if not self.active:
+            reason = self.suspended or "FP8 is switched off at this step"
             return PrecisionRow(
-                self.path, gemm, name, plain, f"{plain} GEMM", "FP8 is switched off at this step"
+                self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(self.suspended)
             )
         kernel = kernel_name(
             first,

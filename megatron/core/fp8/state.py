@@ -255,7 +255,18 @@ class Fp8State:
             "format": recipe.fp8_format.name.lower() if recipe else "none",
             "layers": self.book.state_dict() if self.book is not None else {},
             "experts": stack_experts(experts.state_dict()) if experts is not None else {},
+            "suspended": self.suspended(),
         }
+
+    def suspended(self) -> dict[str, str]:
+        """Layers held in high precision for now, with the reason."""
+        return {path: layer.suspended for path, layer in self.layers.items() if layer.suspended}
+
+    def _suspend_as(self, saved: Mapping[str, Any]) -> None:
+        """Hold the layers back that a checkpoint's run had held back."""
+        held = saved.get("suspended") or {}
+        for path, layer in self.layers.items():
+            layer.suspended = str(held[path]) if path in held else ""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> list[str]:
         """Take over a saved state where it fits this run's recipe.
@@ -269,6 +280,7 @@ class Fp8State:
         Raises:
             CheckpointError: If layers are missing, all listed.
         """
+        self._suspend_as(state or {})
         saved = (state or {}).get("recipe", "none")
         wanted = self.recipe.name if self.recipe else "none"
         if saved != wanted:
