@@ -124,13 +124,19 @@ def round_to_grid(
 
 def cast(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Multiply in fp32, saturate, convert to the FP8 type."""
-    return (x.detach().float() * scale).clamp_(-fmt.max, fmt.max).to(fmt.torch_dtype)
+    made = (x.detach().float() * scale).clamp_(-fmt.max, fmt.max).to(fmt.torch_dtype)
+    _drop_sign_of_nan(made.view(torch.uint8), fmt)
+    return made
 
 
 def encode(held: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Codes of grid values held in bf16. Torch's cast is exact on grid values."""
     source = held.contiguous()
-    codes = source.to(fmt.torch_dtype).view(torch.uint8)
+    return _drop_sign_of_nan(source.to(fmt.torch_dtype).view(torch.uint8), fmt)
+
+
+def _drop_sign_of_nan(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Torch's casts keep it, FP8 hardware does not."""
     return codes.masked_fill_(codes == fmt.nan_code | 0x80, fmt.nan_code)
 
 
