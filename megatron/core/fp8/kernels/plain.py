@@ -35,7 +35,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     values = x.detach()
     if x.device.type == "cpu":
         low, high = torch.aminmax(values)
-        largest = torch.maximum(-low, high).float()
+        largest = torch.maximum(-low, high).float().abs_()  # of zeros it may be -0
         if not torch.isnan(largest):
             return largest
     # On a device, asking whether there is a NaN would wait for it.
@@ -150,3 +150,24 @@ def decode(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
 @cache
 def _table(fmt: Fp8Format, device: torch.device) -> torch.Tensor:
     return code_values(fmt).to(device=device, dtype=torch.bfloat16)
+
+
+def normalize(
+    x: torch.Tensor,
+    factor: torch.Tensor,
+    shift: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    inverse: torch.Tensor,
+) -> torch.Tensor:
+    """A norm from its row statistics: `(x - mean) * inverse * factor + shift` in fp32.
+
+    Args:
+        x: `[rows, cols]`, any float type.
+        factor: fp32 `[cols]`.
+        shift: `[cols]` or None.
+        mean: fp32 `[rows, 1]`; None for an RMS norm.
+        inverse: fp32 `[rows, 1]`.
+    """
+    y = x.float() if mean is None else x.float() - mean
+    y = y * inverse * factor
+    return y if shift is None else y + shift.float()

@@ -16,24 +16,30 @@ from megatron.core.fp8.kernels.triton_math import (
     codes_of,
     format_constants,
     grid_values,
+    jit,
     launch,
     magnitude,
     narrowed,
+    widened,
 )
 from megatron.core.fp8.scales import ScaleRule
 
-_TILES = {128: (128, 8), 64: (64, 4), 32: (64, 4), 16: (64, 4)}  # by block: side and warps of a tile
+# By the length of a block: side of a tile, and warps that work on one.
+_TILES = {128: (128, 8), 64: (64, 4), 32: (64, 4), 16: (64, 4)}
 _ROW, _COL, _SQUARE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_E8M0, _POWER_OF_TWO = tl.constexpr(ScaleRule.E8M0.value), tl.constexpr(ScaleRule.POWER_OF_TWO.value)
+_E8M0 = tl.constexpr(ScaleRule.E8M0.value)
+_POWER_OF_TWO = tl.constexpr(ScaleRule.POWER_OF_TWO.value)
 
 
-@triton.jit
+@jit
 def _power_of_two(biased: tl.tensor) -> tl.tensor:
     return tl.where(biased > 0, biased << 23, 0x400000).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def scales_of(amax: tl.tensor, MAX: tl.constexpr, CAP: tl.constexpr, RULE: tl.constexpr) -> tl.tensor:
+@jit
+def scales_of(
+    amax: tl.tensor, MAX: tl.constexpr, CAP: tl.constexpr, RULE: tl.constexpr
+) -> tl.tensor:
     """Scale and inverse of blocks from their magnitudes (fp32); see `scales.block_scale`."""
     if RULE == _E8M0:
         bits = (amax * (1.0 / MAX)).to(tl.int32, bitcast=True)
@@ -44,7 +50,7 @@ def scales_of(amax: tl.tensor, MAX: tl.constexpr, CAP: tl.constexpr, RULE: tl.co
         inverse = _power_of_two(exponent)
     else:
         scale = tl.math.div_rn(tl.zeros_like(amax) + MAX, amax)
-        scale = tl.where(scale > CAP, CAP, scale)
+        scale = tl.where(scale == float("inf"), CAP, scale)
         if RULE == _POWER_OF_TWO:
             scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0)
@@ -52,7 +58,7 @@ def scales_of(amax: tl.tensor, MAX: tl.constexpr, CAP: tl.constexpr, RULE: tl.co
     return scale, inverse
 
 
-@triton.jit
+@jit
 def _spread(
     of_blocks: tl.tensor, DIRECTION: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
@@ -68,8 +74,10 @@ def _spread(
     return tl.reshape(wide, (TILE, TILE))
 
 
-@triton.jit
-def _largest(v: tl.tensor, DIRECTION: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+@jit
+def _largest(
+    v: tl.tensor, DIRECTION: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
     """The magnitude, fp32, of each block of a tile."""
     bits = magnitude(v)
     if DIRECTION == _ROW:
@@ -82,7 +90,7 @@ def _largest(v: tl.tensor, DIRECTION: tl.constexpr, LENGTH: tl.constexpr, TILE: 
     return largest.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def _store_scales(
     inverse: tl.tensor,
     scale_inv: tl.tensor,
@@ -109,7 +117,7 @@ def _store_scales(
     tl.store(scale_inv + place, inverse, mask=inside)
 
 
-@triton.jit
+@jit
 def _quantize_tile(
     v: tl.tensor,
     out: tl.tensor,
@@ -134,9 +142,7 @@ def _quantize_tile(
 ) -> None:
     """Quantize a tile in one direction and write it, transposed if asked."""
     scale, inverse = scales_of(_largest(v, DIRECTION, LENGTH, TILE), MAX, CAP, RULE)
-    _store_scales(
-        inverse, scale_inv, row, col, rows, cols, DIRECTION, TURNED, LENGTH, TILE
-    )
+    _store_scales(inverse, scale_inv, row, col, rows, cols, DIRECTION, TURNED, LENGTH, TILE)
     scaled = v * _spread(scale, DIRECTION, LENGTH, TILE)
     if HELD:
         value = grid_values(scaled, MAX, FLOOR, OFFSET)
@@ -157,7 +163,7 @@ def _quantize_tile(
     tl.store(out + place, made, mask=inside)
 
 
-@triton.jit
+@jit
 def blocks_kernel(
     x: tl.tensor,
     out: tl.tensor,
@@ -186,15 +192,51 @@ def blocks_kernel(
     col = tl.program_id(1).to(tl.int64) * TILE
     r, c = row + tl.arange(0, TILE), col + tl.arange(0, TILE)
     inside = (r < rows)[:, None] & (c < cols)[None, :]
-    v = tl.load(x + r[:, None] * cols + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    v = widened(tl.load(x + r[:, None] * cols + c[None, :], mask=inside, other=0.0), EMULATE)
     _quantize_tile(
-        v, out, scale_inv, row, col, rows, cols, DIRECTION, TURNED, HELD, FOLD, LENGTH, RULE, CAP,
-        E5M2, MAX, FLOOR, OFFSET, TILE, EMULATE,
+        v,
+        out,
+        scale_inv,
+        row,
+        col,
+        rows,
+        cols,
+        DIRECTION,
+        TURNED,
+        HELD,
+        FOLD,
+        LENGTH,
+        RULE,
+        CAP,
+        E5M2,
+        MAX,
+        FLOOR,
+        OFFSET,
+        TILE,
+        EMULATE,
     )
     if BOTH:
         _quantize_tile(
-            v, second, second_inv, row, col, rows, cols, _COL, True, HELD, FOLD, LENGTH, RULE, CAP,
-            E5M2, MAX, FLOOR, OFFSET, TILE, EMULATE,
+            v,
+            second,
+            second_inv,
+            row,
+            col,
+            rows,
+            cols,
+            _COL,
+            True,
+            HELD,
+            FOLD,
+            LENGTH,
+            RULE,
+            CAP,
+            E5M2,
+            MAX,
+            FLOOR,
+            OFFSET,
+            TILE,
+            EMULATE,
         )
 
 

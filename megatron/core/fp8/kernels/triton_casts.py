@@ -15,31 +15,35 @@ from megatron.core.fp8.kernels.triton_math import (
     codes_of,
     format_constants,
     grid_values,
+    jit,
     launch,
     looping_grid,
     magnitude,
     narrowed,
     new_amax,
     value_of,
+    widened,
 )
 
 _BLOCK = 4096  # elements of a flat piece
 _TILE = 128  # rows and columns of a tile: both stores write whole cache lines
 
 
-@triton.jit
-def amax_kernel(x: tl.tensor, amax: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, EMULATE: tl.constexpr) -> None:
+@jit
+def amax_kernel(
+    x: tl.tensor, amax: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, EMULATE: tl.constexpr
+) -> None:
     """The largest magnitude of a flat tensor."""
     largest = tl.zeros((BLOCK,), tl.int32)
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     for step in range(0, tl.cdiv(size, BLOCK * programs)):
         i = (first + step * programs) * BLOCK + tl.arange(0, BLOCK)
-        v = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
+        v = widened(tl.load(x + i, mask=i < size, other=0.0), EMULATE)
         largest = tl.maximum(largest, magnitude(v))
     tl.atomic_max(amax, tl.max(largest, axis=0))
 
 
-@triton.jit
+@jit
 def cast_kernel(
     x: tl.tensor,
     scale: tl.tensor,
@@ -61,7 +65,7 @@ def cast_kernel(
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     for step in range(0, tl.cdiv(size, BLOCK * programs)):
         i = (first + step * programs) * BLOCK + tl.arange(0, BLOCK)
-        v = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
+        v = widened(tl.load(x + i, mask=i < size, other=0.0), EMULATE)
         if WANT_AMAX:
             largest = tl.maximum(largest, magnitude(v))
         if HELD:
@@ -73,7 +77,7 @@ def cast_kernel(
         tl.atomic_max(amax, tl.max(largest, axis=0))
 
 
-@triton.jit
+@jit
 def cast_and_turn_kernel(
     x: tl.tensor,
     scale: tl.tensor,
@@ -92,7 +96,7 @@ def cast_and_turn_kernel(
     col = tl.program_id(1).to(tl.int64) * TILE
     r, c = row + tl.arange(0, TILE), col + tl.arange(0, TILE)
     inside = (r < rows)[:, None] & (c < cols)[None, :]
-    v = tl.load(x + r[:, None] * cols + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    v = widened(tl.load(x + r[:, None] * cols + c[None, :], mask=inside, other=0.0), EMULATE)
     if WANT_AMAX:
         tl.atomic_max(amax, tl.max(tl.max(magnitude(v), axis=1), axis=0))
     codes = codes_of(v * tl.load(scale), E5M2, EMULATE)
@@ -100,9 +104,14 @@ def cast_and_turn_kernel(
     tl.store(turned + c[None, :] * rows + r[:, None], codes, mask=inside)
 
 
-@triton.jit
+@jit
 def turn_kernel(
-    codes: tl.tensor, turned: tl.tensor, rows: tl.tensor, cols: tl.tensor, TILE: tl.constexpr, EMULATE: tl.constexpr
+    codes: tl.tensor,
+    turned: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    TILE: tl.constexpr,
+    EMULATE: tl.constexpr,
 ) -> None:
     """A matrix of bytes transposed."""
     row = tl.program_id(0).to(tl.int64) * TILE

@@ -18,19 +18,21 @@ from megatron.core.fp8.formats import E5M2 as E5M2_FORMAT
 from megatron.core.fp8.formats import Fp8Format
 from megatron.core.fp8.kernels.triton_math import (
     codes_of,
+    jit,
     launch,
     looping_grid,
     magnitude,
     narrowed,
     new_amax,
     value_of,
+    widened,
 )
 
 WIDEST_ROW = 16384  # a row is held in registers
 _BLOCK = 1024  # columns of SwiGLU's pieces
 
 
-@triton.jit
+@jit
 def norm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -54,11 +56,11 @@ def norm_kernel(
     """Rows normalised in fp32, then cast to codes or rounded once; keeps the row statistics."""
     c = tl.arange(0, BLOCK)
     inside = c < cols
-    factor = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
+    factor = widened(tl.load(weight + c, mask=inside, other=0.0), EMULATE)
     if ZERO_CENTERED:
         factor = factor + 1.0
     if SHIFTED:
-        added = tl.load(shift + c, mask=inside, other=0.0).to(tl.float32)
+        added = widened(tl.load(shift + c, mask=inside, other=0.0), EMULATE)
     if CAST:
         multiplier = tl.load(scale)
     width = cols.to(tl.float32)
@@ -67,7 +69,7 @@ def norm_kernel(
     for step in range(0, tl.cdiv(rows, programs)):
         row = first + step * programs
         here = c < tl.where(row < rows, cols, 0)
-        v = tl.load(x + row * cols + c, mask=here, other=0.0).to(tl.float32)
+        v = widened(tl.load(x + row * cols + c, mask=here, other=0.0), EMULATE)
         if CENTERED:
             mean = tl.math.div_rn(tl.sum(v, axis=0), width)
             tl.store(mean_of + row, mean, mask=row < rows)
@@ -83,12 +85,12 @@ def norm_kernel(
             made = codes_of(y * multiplier, E5M2, EMULATE)
         else:
             made = narrowed(y, out, EMULATE)
-            largest = tl.maximum(largest, tl.where(here, magnitude(made.to(tl.float32)), 0))
+            largest = tl.maximum(largest, tl.where(here, magnitude(widened(made, EMULATE)), 0))
         tl.store(out + row * cols + c, made, mask=here)
     tl.atomic_max(amax, tl.max(largest, axis=0))
 
 
-@triton.jit
+@jit
 def swiglu_kernel(
     x: tl.tensor,
     scale: tl.tensor,
@@ -107,20 +109,20 @@ def swiglu_kernel(
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < cols
-    gate = tl.load(x + row * 2 * cols + c, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * cols + cols + c, mask=inside, other=0.0).to(tl.float32)
+    gate = widened(tl.load(x + row * 2 * cols + c, mask=inside, other=0.0), EMULATE)
+    up = widened(tl.load(x + row * 2 * cols + cols + c, mask=inside, other=0.0), EMULATE)
     y = narrowed(tl.math.div_rn(gate, 1.0 + tl.exp(-gate)) * up, out, EMULATE)
     if KEEP:
         tl.store(out + row * cols + c, y, mask=inside)
     if CAST:
-        wide = y.to(tl.float32)
+        wide = widened(y, EMULATE)
         tl.atomic_max(amax, tl.max(tl.where(inside, magnitude(wide), 0), axis=0))
         tl.store(
             codes + row * cols + c, codes_of(wide * tl.load(scale), E5M2, EMULATE), mask=inside
         )
 
 
-@triton.jit
+@jit
 def swiglu_grad_kernel(
     x: tl.tensor,
     grad: tl.tensor,
@@ -134,9 +136,9 @@ def swiglu_grad_kernel(
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < cols
-    gate = tl.load(x + row * 2 * cols + c, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * cols + cols + c, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(grad + row * cols + c, mask=inside, other=0.0).to(tl.float32)
+    gate = widened(tl.load(x + row * 2 * cols + c, mask=inside, other=0.0), EMULATE)
+    up = widened(tl.load(x + row * 2 * cols + cols + c, mask=inside, other=0.0), EMULATE)
+    dy = widened(tl.load(grad + row * cols + c, mask=inside, other=0.0), EMULATE)
     open_ = tl.math.div_rn(1.0, 1.0 + tl.exp(-gate))
     d_gate = dy * up * open_ * (1.0 + gate * (1.0 - open_))
     d_up = gate * open_ * dy

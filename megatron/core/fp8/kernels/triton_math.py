@@ -1,13 +1,14 @@
 """Arithmetic that the Triton kernels share, and how they are launched.
 
 Kernels run compiled on CUDA devices, or in Triton's interpreter on CPU tensors. The interpreter's
-own casts to FP8 and bf16 round wrongly, so there `EMULATE` casts by integer arithmetic, which is
-bit for bit what the hardware does.
+own casts to FP8 and to and from bf16 are wrong, so there `EMULATE` casts by integer arithmetic,
+which is bit for bit what the hardware does.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,20 +19,23 @@ import triton.language as tl
 from megatron.core.fp8.formats import Fp8Format
 from megatron.core.fp8.kernels.plain import rounding_constants
 
+# With a type: a decorator without one would hide those of the functions.
+jit: Callable[[Callable[..., Any]], Any] = triton.jit
+
 # Programs of one kernel that loops over its work: enough to keep every multiprocessor busy, few
 # enough that their atomic maxima do not queue up.
 _PROGRAMS_A_PROCESSOR = 8
 _INFINITY = tl.constexpr(0x7F800000)
 
 
-@triton.jit
+@jit
 def magnitude(v: tl.tensor) -> tl.tensor:
     """Bits of `|v|` (fp32) as int32, which are in the order of the values; 0 for NaN."""
     bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(bits > _INFINITY, 0, bits)
 
 
-@triton.jit
+@jit
 def _codes_by_integers(
     v: tl.tensor, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr
 ) -> tl.tensor:
@@ -53,7 +57,7 @@ def _codes_by_integers(
     return tl.where(a > _INFINITY, 0x7F, code).to(tl.uint8)
 
 
-@triton.jit
+@jit
 def codes_of(v: tl.tensor, E5M2: tl.constexpr, EMULATE: tl.constexpr) -> tl.tensor:
     """Codes (uint8) of fp32 values: saturated, to nearest, ties to even, NaN without its sign."""
     if EMULATE:
@@ -71,8 +75,10 @@ def codes_of(v: tl.tensor, E5M2: tl.constexpr, EMULATE: tl.constexpr) -> tl.tens
     return codes
 
 
-@triton.jit
-def grid_values(v: tl.tensor, MAX: tl.constexpr, FLOOR: tl.constexpr, OFFSET: tl.constexpr) -> tl.tensor:
+@jit
+def grid_values(
+    v: tl.tensor, MAX: tl.constexpr, FLOOR: tl.constexpr, OFFSET: tl.constexpr
+) -> tl.tensor:
     """fp32 values rounded to a format's grid, still in fp32; see `plain.round_chunk`."""
     v = tl.where(v > MAX, MAX, v)  # NaN compares false and stays
     v = tl.where(v < -MAX, -MAX, v)
@@ -83,7 +89,17 @@ def grid_values(v: tl.tensor, MAX: tl.constexpr, FLOOR: tl.constexpr, OFFSET: tl
     return rounded.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
+def widened(v: tl.tensor, EMULATE: tl.constexpr) -> tl.tensor:
+    """Values of a 16-bit or 32-bit float type in fp32."""
+    if EMULATE and v.dtype == tl.bfloat16:
+        wide = (v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = v.to(tl.float32)
+    return wide
+
+
+@jit
 def narrowed(v: tl.tensor, like: tl.tensor, EMULATE: tl.constexpr) -> tl.tensor:
     """fp32 values rounded once to the type of what a pointer points to."""
     kind: tl.constexpr = like.dtype.element_ty
@@ -120,7 +136,9 @@ def looping_grid(x: torch.Tensor, pieces: int) -> tuple[int]:
     return (min(pieces, most),)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: Any, **constants: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: Any, **constants: Any
+) -> None:
     """Run a kernel on the device of `x`.
 
     A product and a sum are never fused into one rounding: the bits would differ from plain torch.
