@@ -120,7 +120,11 @@ def _forward(
         plain = x.to(weight.dtype)
         out.copy_(gemm_nt(plain, weight, out_dtype=weight.dtype))
         return plain if weight.requires_grad else None, weight
-    row = precision.quantizer(Role.INPUT).rowwise(x)
+    kept: Operand | None = None
+    if weight.requires_grad and precision.decision.wgrad:
+        row, kept = precision.quantizer(Role.INPUT).both(x)
+    else:
+        row = precision.quantizer(Role.INPUT).rowwise(x)
     weight_row, weight_col = precision.quantize_weight(weight)
     out.copy_(
         gemm_nt(
@@ -133,9 +137,7 @@ def _forward(
     )
     if not weight.requires_grad:
         return None, weight_col
-    if not precision.decision.wgrad:
-        return x.to(weight.dtype), weight_col
-    return precision.quantizer(Role.INPUT).keep(x, row), weight_col
+    return x.to(weight.dtype) if kept is None else kept, weight_col
 
 
 def _backward(
@@ -158,10 +160,15 @@ def _backward(
     rows: Any = dy
     in_fp8 = isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor)
     one_cast = not in_fp8 or precision.quantizer(Role.GRAD_OUTPUT).transposable
-    if in_fp8 and (one_cast or dx is not None):
+    kept: Any = None
+    if in_fp8 and dx is not None and wants_dw and precision.quantizer(Role.GRAD_OUTPUT).hardware:
+        rows, kept = precision.quantizer(Role.GRAD_OUTPUT).both(dy)
+    elif in_fp8 and (one_cast or dx is not None):
         rows = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)
     if soon and wants_dw and one_cast:
         rows = ready(rows)
+    if kept is None:
+        kept = rows if one_cast else dy
     if dx is not None:
         if isinstance(weight_col, QuantizedTensor):
             emulation = precision.state.emulation
@@ -171,7 +178,7 @@ def _backward(
     if not wants_dw:
         return None
     if isinstance(x, QuantizedTensor):
-        return partial(_fp8_weight_grad, rows if one_cast else dy, x, weight, precision)
+        return partial(_fp8_weight_grad, kept, x, weight, precision)
     plain = dy if isinstance(rows, QuantizedTensor) else rows
     return partial(_plain_weight_grad, plain, x, weight)
 

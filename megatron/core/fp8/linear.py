@@ -21,6 +21,7 @@ from megatron.core.capability import gemm_dtype
 from megatron.core.fp8.comm import PLAIN, Sharding, Transfers, gather_rows, tensor_of
 from megatron.core.fp8.gemm import Operand, Product, gemm_nt, gemm_nt_accumulate, ready
 from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.quantizers import Quantizer
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.fp8.weight_grads import WeightGradQueue
@@ -39,6 +40,7 @@ def linear(
     is_first_microbatch: bool | None = None,
     after_backward: Callable[[], None] | None = None,
     later: WeightGradQueue | None = None,
+    row: QuantizedTensor | None = None,
 ) -> torch.Tensor:
     """`x @ weight.T + bias` in the layer's precision.
 
@@ -60,6 +62,7 @@ def linear(
         after_backward: Called when the FP8 backward of this call has finished.
         later: Takes the product of the weight's gradient while it is collecting, if there is a
             `main_grad`.
+        row: The input as it was quantized already, in place of the values of `x`.
 
     Returns:
         `[..., out]` in the type of `weight`.
@@ -69,7 +72,7 @@ def linear(
     sharding = Sharding(gather, scatter, transfers)
     if precision.active:
         return _fp8_linear(
-            x, weight, bias, precision, sharding, is_first_microbatch, after_backward, later
+            x, weight, bias, precision, sharding, is_first_microbatch, after_backward, later, row
         )
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
@@ -176,9 +179,11 @@ class _Fp8Linear(torch.autograd.Function):
         hint: bool | None,
         after_backward: Callable[[], None] | None,
         later: WeightGradQueue | None,
+        row: QuantizedTensor | None,
     ) -> torch.Tensor:
-        local = _flat(x)
-        quantized = precision.quantizer(Role.INPUT).rowwise(local, axis=sharding.gather)
+        ctx.wgrad_in_fp8 = precision.decision.wgrad
+        wants_dw = weight.requires_grad and ctx.wgrad_in_fp8
+        quantized, saved_x = _quantize_input(_flat(x), precision, sharding.gather, wants_dw, row)
         weight_row, weight_col = precision.quantize_weight(weight, hint)
         emulation = precision.state.emulation
         y = sharding.multiply(
@@ -187,13 +192,8 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.precision, ctx.sharding, ctx.emulation = precision, sharding, emulation
         ctx.after_backward, ctx.later = after_backward, later
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.wgrad_in_fp8 = precision.decision.wgrad
-        saved_x: Operand | None = None
-        if weight.requires_grad:
-            saved_x = local.to(weight.dtype)
-            if ctx.wgrad_in_fp8:
-                quantizer = precision.quantizer(Role.INPUT)
-                saved_x = quantizer.keep(local, quantized, axis=sharding.gather)
+        if weight.requires_grad and not wants_dw:
+            saved_x = _flat(x).to(weight.dtype)
         _keep_parameters(ctx, weight, bias)
         _save_operands(ctx, saved_x, weight_col if ctx.needs_input_grad[0] else None)
         return y.view(_output_shape(x, weight.shape[0], sharding))
@@ -217,7 +217,26 @@ class _Fp8Linear(torch.autograd.Function):
             dx = finish_dx().view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.after_backward is not None:
             ctx.after_backward()
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None
+
+
+def _quantize_input(
+    x: torch.Tensor,
+    precision: LinearPrecision,
+    axis: Axis | None,
+    wants_dw: bool,
+    row: QuantizedTensor | None,
+) -> tuple[QuantizedTensor, Operand | None]:
+    """The input `[rows, in]` for the forward product, and what an FP8 weight gradient keeps of it.
+
+    `row` is the former, if it was made already.
+    """
+    quantizer = precision.quantizer(Role.INPUT)
+    if row is not None:
+        return row, row if wants_dw else None
+    if wants_dw:
+        return quantizer.both(x, axis=axis)
+    return quantizer.rowwise(x, axis=axis), None
 
 
 def _fp8_input_grad(
@@ -238,6 +257,10 @@ def _fp8_input_grad(
     sharding, quantizer = ctx.sharding, ctx.precision.quantizer(Role.GRAD_OUTPUT)
     plain: torch.Tensor | None = None
     one_cast = ctx.wgrad_in_fp8 and quantizer.transposable
+    if _one_kernel(ctx, quantizer) and weight_col is not None:
+        rows, kept = quantizer.both(dy)
+        product = Product(weight_col, ctx.weight.dtype, emulation=ctx.emulation)
+        return sharding.input_grad(rows, product)[0], lambda: kept
     if ctx.needs_input_grad[1] and not one_cast:
         # Both forms are needed whole. They travel as one, the wider one.
         plain = tensor_of(_all_rows(dy, sharding.scatter))
@@ -253,6 +276,12 @@ def _fp8_input_grad(
     product = Product(weight_col, ctx.weight.dtype, emulation=ctx.emulation)
     finish_dx, fetch_dy = sharding.input_grad(rows, product)
     return finish_dx, fetch_dy if plain is None else lambda: plain
+
+
+def _one_kernel(ctx: Any, quantizer: Quantizer) -> bool:
+    """Whether one kernel casts the output's gradient for both products that want it."""
+    both = ctx.needs_input_grad[1] and ctx.wgrad_in_fp8
+    return both and quantizer.hardware and ctx.sharding.scatter is None
 
 
 def _weight_grad_of(

@@ -196,8 +196,8 @@ class LinearPrecision:
         )
         if cached is None or not valid:
             values = weight.detach()
-            row, amax = quantizer.cast(values)
-            col = quantizer.column(quantizer.keep(values, row))
+            row, kept, amax = quantizer.cast_both(values)
+            col = quantizer.column(kept)
             cached = _CachedWeight(ref(weight), source, scales, row, col, amax, recorded=False)
             self._cached = cached
         if self.state.recording and not cached.recorded:

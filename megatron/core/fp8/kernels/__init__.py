@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron.core.fp8.formats import Fp8Format
 from megatron.core.fp8.kernels import device as on_device
 from megatron.core.fp8.kernels import plain, plain_blocks
+from megatron.core.fp8.kernels.plain import Normed as Normed
 from megatron.core.fp8.scales import ScaleRule
 
 try:
@@ -275,8 +276,8 @@ def norm(
     zero_centered: bool,
     scale: torch.Tensor | None,
     fmt: Fp8Format,
-) -> Any:
-    """A norm of the rows and what follows it, in one kernel where there is one.
+) -> Normed:
+    """A norm of the rows and what follows it, in one kernel, for an `x` that `can_norm`.
 
     Args:
         x: `[rows, cols]`.
@@ -288,22 +289,21 @@ def norm(
         scale: Cast the fp32 result with this scale. None: round it to the type of `x`.
         fmt: Target format of the cast.
 
-    Returns:
-        `triton_fused.Normed`; None where there is no such kernel.
+    Raises:
+        ValueError: There is no kernel for this `x`.
     """
+    fused = _triton_for("fused", x) if can_norm(x) else None
+    if fused is None:
+        raise ValueError(f"kernels.norm: got {x.device}. No kernel. Ask can_norm first.")
+    kinds = {"centered": centered, "zero_centered": zero_centered}
+    made: Normed = fused.norm(x, weight, shift, eps, scale=scale, fmt=fmt, **kinds)
+    return made
+
+
+def can_norm(x: torch.Tensor) -> bool:
+    """Whether `norm` has a kernel for rows like those of `x`."""
     fused = _triton_for("fused", x)
-    if fused is None or x.shape[1] > fused.WIDEST_ROW:
-        return None
-    return fused.norm(
-        x,
-        weight,
-        shift,
-        eps,
-        centered=centered,
-        zero_centered=zero_centered,
-        scale=scale,
-        fmt=fmt,
-    )
+    return fused is not None and x.shape[-1] <= fused.WIDEST_ROW
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ bits, ties to even, subnormals included.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -150,6 +151,23 @@ def decode(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
 @cache
 def _table(fmt: Fp8Format, device: torch.device) -> torch.Tensor:
     return code_values(fmt).to(device=device, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Normed:
+    """What a kernel returns that norms and casts.
+
+    Attributes:
+        data: Codes in the FP8 type, or values in the type of the input, `[rows, cols]`.
+        amax: Largest magnitude of what was cast or of the rounded values, fp32 0-dim.
+        mean: fp32 `[rows, 1]`; None for an RMS norm.
+        inverse: One over deviation or root mean square, fp32 `[rows, 1]`.
+    """
+
+    data: torch.Tensor
+    amax: torch.Tensor
+    mean: torch.Tensor | None
+    inverse: torch.Tensor
 
 
 def normalize(

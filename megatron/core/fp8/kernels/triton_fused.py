@@ -8,14 +8,13 @@ last place of fp32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from megatron.core.fp8.formats import E5M2 as E5M2_FORMAT
 from megatron.core.fp8.formats import Fp8Format
+from megatron.core.fp8.kernels.plain import Normed
 from megatron.core.fp8.kernels.triton_math import (
     codes_of,
     jit,
@@ -144,23 +143,6 @@ def swiglu_grad_kernel(
     d_up = gate * open_ * dy
     tl.store(out + row * 2 * cols + c, narrowed(d_gate, out, EMULATE), mask=inside)
     tl.store(out + row * 2 * cols + cols + c, narrowed(d_up, out, EMULATE), mask=inside)
-
-
-@dataclass(frozen=True)
-class Normed:
-    """What a fused norm returns.
-
-    Attributes:
-        data: Codes in the FP8 type, or values in the type of the input, `[rows, cols]`.
-        amax: Largest magnitude of what was cast or of the rounded values, fp32 0-dim.
-        mean: fp32 `[rows, 1]`; None for an RMS norm.
-        inverse: One over deviation or root mean square, fp32 `[rows, 1]`.
-    """
-
-    data: torch.Tensor
-    amax: torch.Tensor
-    mean: torch.Tensor | None
-    inverse: torch.Tensor
 
 
 def norm(
