@@ -65,7 +65,7 @@ def padding_note(cfg: RunConfig, fp8: Fp8State, backend: str) -> str:
     """
     if backend != "native" or fp8.recipe is None:
         return ""
-    return padding(cfg) if fp8.hardware and fp8.recipe.has_hardware_gemm else ""
+    return padding(cfg) if fp8.products(fp8.recipe).hardware else ""
 
 
 def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:

@@ -161,7 +161,8 @@ def _backward(
     in_fp8 = isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor)
     one_cast = not in_fp8 or precision.quantizer(Role.GRAD_OUTPUT).transposable
     kept: Any = None
-    if in_fp8 and dx is not None and wants_dw and precision.quantizer(Role.GRAD_OUTPUT).hardware:
+    col_in_fp8 = wants_dw and isinstance(x, QuantizedTensor)
+    if col_in_fp8 and dx is not None and precision.quantizer(Role.GRAD_OUTPUT).hardware:
         rows, kept = precision.quantizer(Role.GRAD_OUTPUT).both(dy)
     elif in_fp8 and (one_cast or dx is not None):
         rows = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)

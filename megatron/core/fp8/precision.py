@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.fp8.amax import GroupView, Slots
 from megatron.core.fp8.gemm import kernel_name
+from megatron.core.fp8.hardware import GEMMS, OPERANDS
 from megatron.core.fp8.policy import Decision
 from megatron.core.fp8.quantizers import (
     BlockQuantizer,
@@ -30,12 +31,6 @@ from megatron.core.fp8.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from megatron.core.fp8.state import Fp8State
 
-GEMMS = ("fprop", "dgrad", "wgrad")
-_OPERANDS = {
-    "fprop": (Role.INPUT, Role.WEIGHT),
-    "dgrad": (Role.GRAD_OUTPUT, Role.WEIGHT),
-    "wgrad": (Role.GRAD_OUTPUT, Role.INPUT),
-}
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -112,7 +107,7 @@ class LinearPrecision:
         self.fp8_meta = self._meta()
 
     def _quantizer(self, recipe: Recipe, role: Role) -> Quantizer:
-        hardware = self.state.hardware
+        hardware = self.state.products(recipe).hardware
         if isinstance(recipe, DelayedScaling) and self.slots is not None:
             return DelayedQuantizer(
                 recipe.format_of(role),
@@ -124,7 +119,8 @@ class LinearPrecision:
         if isinstance(recipe, Float8CurrentScaling):
             return CurrentQuantizer(recipe, role, hardware=hardware)
         if isinstance(recipe, BlockRecipe):
-            return BlockQuantizer(recipe, role, fold=self.state.emulation == "fast")
+            fold = self.state.emulation == "fast"
+            return BlockQuantizer(recipe, role, fold=fold, hardware=hardware)
         raise TypeError(f"No quantizer for {recipe!r}.")
 
     def _meta(self) -> dict[str, Any]:
@@ -218,24 +214,25 @@ class LinearPrecision:
         if not in_fp8 or decision.recipe is None:
             reason = decision.reason or decision.wgrad_reason
             return PrecisionRow(self.path, gemm, plain, plain, f"{plain} GEMM", reason)
-        first, second = (decision.recipe.format_of(role) for role in _OPERANDS[gemm])
+        first, second = (decision.recipe.format_of(role) for role in OPERANDS[gemm])
         name = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
         if not self.active:
             reason = self.suspended or "FP8 is switched off at this step"
             return PrecisionRow(
                 self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(self.suspended)
             )
+        verdict = self.state.products(decision.recipe)
+        if verdict.hardware:
+            return PrecisionRow(self.path, gemm, name, name, verdict.kernel(gemm))
         kernel = kernel_name(
             first,
             second,
-            hardware=self.state.hardware and decision.recipe.has_hardware_gemm,
             emulation=self.state.emulation,
             device=self.state.device,
             exact_in_bf16=decision.recipe.exact_in_bf16,
         )
-        reason = ""
-        if self.state.hardware and not decision.recipe.has_hardware_gemm:
-            reason = "block scales have no hardware product in this release"
+        wanted = self.state.hardware or self.state.device.type == "cuda"
+        reason = verdict.reason if wanted else ""
         return PrecisionRow(self.path, gemm, name, name, kernel, reason)
 
 

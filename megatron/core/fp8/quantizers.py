@@ -175,7 +175,9 @@ class DelayedQuantizer(Quantizer):
         self, x: torch.Tensor, *, axis: Axis | None = None
     ) -> tuple[QuantizedTensor, Operand, torch.Tensor | None]:
         """See the base class."""
-        return self._make(x, self.slot.scale, want_amax=True, turn=self._turns(axis))
+        if not self._turns(axis):
+            return super().cast_both(x, axis=axis)
+        return self._make(x, self.slot.scale, want_amax=True, turn=True)
 
     def cast_norm(
         self, norm: Callable[[torch.Tensor | None], Normed], *, axis: Axis | None = None
@@ -211,8 +213,9 @@ class CurrentQuantizer(Quantizer):
         self, x: torch.Tensor, *, axis: Axis | None = None
     ) -> tuple[QuantizedTensor, Operand, torch.Tensor | None]:
         """See the base class."""
-        scale = self._scale(kernels.amax(x), axis)
-        return self._make(x, scale, want_amax=False, turn=self._turns(axis))
+        if not self._turns(axis):
+            return super().cast_both(x, axis=axis)
+        return self._make(x, self._scale(kernels.amax(x), axis), want_amax=False, turn=True)
 
     def cast_norm(
         self, norm: Callable[[torch.Tensor | None], Normed], *, axis: Axis | None = None

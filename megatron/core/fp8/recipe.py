@@ -42,8 +42,6 @@ class Recipe:
     fp8_format: Format
     #: Name in `--fp8-recipe`, in tables and in checkpoints.
     name: str
-    #: Whether products of its operands run through `torch._scaled_mm` on FP8 hardware.
-    has_hardware_gemm = True
 
     @property
     def exact_in_bf16(self) -> bool:
@@ -199,13 +197,7 @@ class Float8CurrentScaling(Recipe):
 
 
 class BlockRecipe(Recipe, ABC):
-    """Base of the recipes with a scale for each block of a tensor, found as it is cast.
-
-    Emulated on every device: there is no call for block scales that works alike in the supported
-    releases of torch.
-    """
-
-    has_hardware_gemm = False
+    """Base of the recipes with a scale for each block of a tensor, found as it is cast."""
 
     @abstractmethod
     def blocks_of(self, role: Role) -> BlockScaling:

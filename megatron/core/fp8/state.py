@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from megatron.core.capability import has_fp8_hardware
+from megatron.core.capability import fp8_gemm, has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8.amax import AmaxBook, refuse_missing
 from megatron.core.fp8.expert_state import stack_experts, take_experts
 from megatron.core.fp8.formats import Format
 from megatron.core.fp8.gemm import EMULATIONS
+from megatron.core.fp8.hardware import Verdict, verdict
 from megatron.core.fp8.policy import Fp8Policy
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
 from megatron.core.fp8.recipe import (
@@ -95,6 +96,7 @@ class Fp8State:
         self.policy, self.recipe = policy, policy.recipe
         self.device, self.params_dtype = torch.device(device), params_dtype
         self.emulation = emulation
+        #: Whether this device multiplies FP8 at all; see `products`.
         self.hardware = has_fp8_hardware(self.device)
         self.enabled = self.recipe is not None
         self.recording = True
@@ -135,6 +137,12 @@ class Fp8State:
             params_dtype=getattr(torch, config.params_dtype),
             emulation=config.fp8_emulation,
         )
+
+    def products(self, recipe: Recipe) -> Verdict:
+        """Whether a recipe's products run in hardware here, and why not."""
+        if not self.hardware:
+            return Verdict(False, fp8_gemm().reason)
+        return verdict(recipe, self.device, self.params_dtype)
 
     # -- building -------------------------------------------------------------------------------
 
