@@ -14,10 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.backends.native import NativeBackend
 from megatron.core.fp8 import kernels
 from megatron.core.fp8.formats import E4M3, E5M2
 from megatron.core.fp8.kernels import device, plain, plain_blocks
 from megatron.core.fp8.scales import ScaleRule
+from megatron.core.transformer.mlp import swiglu
+from tests.gpu import cases
 
 # Arithmetic on infinities and NaN is what is tested; numpy mentions it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -179,6 +182,63 @@ def test_swiglu_and_its_cast(dtype):
     assert_bits(amax, plain.amax(values))
 
 
+def two_steps(recipe, normalization, implementation):
+    """A layer with a norm in front, on operands in the FP8 type; what its second step gives."""
+    previous = kernels.use(implementation)
+    path = "decoder.layers.0.mlp.linear_fc1"
+    settings = {"fp8_format": "hybrid", "normalization": normalization, **cases.RECIPES[recipe]}
+    build = cases.build_on(cases.CPU, NativeBackend(), path, **settings)
+    build.fp8.hardware = True  # torch multiplies operands with one scale on a CPU, too
+    layer = NativeBackend().layernorm_column_parallel_linear(
+        64, 48, build=build, init_method=torch.nn.init.xavier_normal_, bias=True
+    )
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x, dy = (torch.randn(6, 2, n, generator=generator).bfloat16() for n in (64, 48))
+        x.requires_grad_()
+        layer.zero_grad()
+        layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
+        y, _ = layer(x)
+        y.backward(dy)
+        build.fp8.sync(build.mesh.amax)
+    kernels.use(previous)
+    made = {"y": y, "dx": x.grad, "dw": layer.weight.main_grad}
+    made.update((n, p.grad) for n, p in layer.named_parameters() if "layer_norm" in n)
+    if build.fp8.book is not None:
+        made["scale"] = build.fp8.book.scale
+    return {name: value.detach() for name, value in made.items()}
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("recipe", list(cases.RECIPES))
+def test_a_layer_whose_norm_is_cast_at_once(recipe, normalization, monkeypatch):
+    count = []
+    right = kernels.norm
+    monkeypatch.setattr(kernels, "norm", lambda *a, **k: count.append(1) or right(*a, **k))
+    at_once = two_steps(recipe, normalization, "triton")
+    assert len(count) == 2
+    apart = two_steps(recipe, normalization, "plain")
+    assert len(count) == 2
+    assert at_once.keys() == apart.keys()
+    for name, value in at_once.items():
+        # Row statistics differ in the last place, so an element may take the neighbouring code.
+        assert cases.relative_error(value, apart[name]) < (1e-6 if name == "scale" else 6e-3)
+
+
+def test_a_gated_layer():
+    x = (torch.randn(3, 2, 64) * 3).bfloat16()
+    results = []
+    for implementation in ("triton", "plain"):
+        previous = kernels.use(implementation)
+        given = x.clone().requires_grad_()
+        y = swiglu(given)
+        y.backward(torch.ones_like(y))
+        kernels.use(previous)
+        results.append((y.detach(), given.grad))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=2.0**-7, atol=1e-6)
+
+
 @pytest.mark.parametrize("group", device.GROUPS)
 def test_the_check_on_a_device_passes(group):
     cpu = torch.device("cpu")
@@ -196,10 +256,18 @@ def test_the_check_on_a_device_notices(monkeypatch):
 def test_kernels_take_what_they_can():
     x = torch.randn(4, 8)
     assert kernels.implementation() == "triton"
-    assert kernels.norm(
-        torch.randn(2, 20000), torch.ones(20000), None, 1e-5,
-        centered=False, zero_centered=False, scale=None, fmt=E4M3,
-    ) is None  # fmt: skip
+    assert not kernels.can_norm(torch.randn(2, 20000))
+    with pytest.raises(ValueError, match="can_norm"):
+        kernels.norm(
+            x.double(),
+            x[0],
+            None,
+            1e-5,
+            centered=False,
+            zero_centered=False,
+            scale=None,
+            fmt=E4M3,
+        )
     assert kernels.swiglu(x.double()) is None
     assert kernels.cast(torch.empty(0, 8), torch.tensor(1.0), E4M3).shape == (0, 8)
     inverse = kernels.round_blocks(x, E4M3, (1, 3), ScaleRule.FP32)[1]  # no such tile
