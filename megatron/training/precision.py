@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from megatron.config import RunConfig
 from megatron.config.alignment import padding
 from megatron.core.errors import PrecisionError, complaint
-from megatron.core.fp8 import Fp8State, PrecisionRow
+from megatron.core.fp8 import Fp8State, PrecisionRow, kernels
+from megatron.core.fp8.recipe import BlockRecipe
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.observe.events import PrecisionLine, PrecisionTable
@@ -66,6 +67,23 @@ def padding_note(cfg: RunConfig, fp8: Fp8State, backend: str) -> str:
     if backend != "native" or fp8.recipe is None:
         return ""
     return padding(cfg) if fp8.products(fp8.recipe).hardware else ""
+
+
+def device_notes(cfg: RunConfig, fp8: Fp8State, backend: str) -> list[str]:
+    """What a run should know about FP8 on its device, a line each.
+
+    What is padded; and on a CUDA device how products and casts were found to be right there, or
+    why others take their place. Checks the device if that was not done before.
+    """
+    notes = [padding_note(cfg, fp8, backend)]
+    if backend == "native" and fp8.recipe is not None and fp8.device.type == "cuda":
+        found = fp8.products(fp8.recipe)
+        where = "in hardware" if found.hardware else "emulated"
+        notes.append(f"FP8 products ({fp8.recipe.name}): {where}, {found.reason}")
+        groups = ("blocks" if isinstance(fp8.recipe, BlockRecipe) else "casts", "fused")
+        for group, why in kernels.describe(fp8.device, groups).items():
+            notes.append(f"FP8 casts ({kernels.WHAT[group]}): {why}")
+    return [note for note in notes if note]
 
 
 def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:

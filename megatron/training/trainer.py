@@ -176,9 +176,8 @@ class Trainer:
         )
         rows = precision.of_all_stages(parts.model.named_precision_rows(), self.mesh.pp)
         self.bus.emit(precision.summarize(rows))
-        padded = precision.padding_note(cfg, parts.fp8, self._runtime.backend.name)
-        if padded:
-            self._say(padded)
+        for note in precision.device_notes(cfg, parts.fp8, self._runtime.backend.name):
+            self._say(note)
         if not cfg.fp8_allow_fallback:
             precision.refuse_fallback(rows)
 

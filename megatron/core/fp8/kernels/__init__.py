@@ -25,6 +25,7 @@ try:
 except ImportError:  # numba is optional
     compiled = compiled_blocks = None  # type: ignore[assignment]
 
+WHAT = on_device.WHAT
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _enabled = compiled is not None
 _interpreting = False
