@@ -86,6 +86,14 @@ def device_notes(cfg: RunConfig, fp8: Fp8State, backend: str) -> list[str]:
     return [note for note in notes if note]
 
 
+def fallback_warning(rows: Iterable[PrecisionRow]) -> str:
+    """What a run that may fall back should say once; empty if nothing fell back."""
+    count, listed = _fallen(rows)
+    if not count:
+        return ""
+    return f"{count} GEMM(s) do not run as asked, and --fp8-allow-fallback is given: {listed}"
+
+
 def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:
     """Raise when a layer runs in less than what was asked for.
 
@@ -95,9 +103,22 @@ def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:
     Raises:
         PrecisionError: Names every such layer.
     """
-    fallen = [r for r in rows if r.is_fallback]
-    if not fallen:
+    count, listed = _fallen(rows)
+    if not count:
         return
+    raise PrecisionError(
+        complaint(
+            "--fp8-format",
+            f"{count} GEMM(s) without FP8",
+            listed,
+            "Pass --fp8-allow-fallback to train like this all the same, or change what stops it",
+        )
+    )
+
+
+def _fallen(rows: Iterable[PrecisionRow]) -> tuple[int, str]:
+    """How many products fell back, and which, once for layers that are alike."""
+    fallen = [r for r in rows if r.is_fallback]
     kinds = {
         (_LAYER_NUMBER.sub("*", r.path), r.requested, r.delivered, r.reason): None for r in fallen
     }
@@ -105,11 +126,4 @@ def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:
         f"{path} was to run in {wanted} and runs in {got} ({why or 'no reason given'})"
         for path, wanted, got, why in kinds
     )
-    raise PrecisionError(
-        complaint(
-            "--fp8-format",
-            f"{len(fallen)} GEMM(s) without FP8",
-            listed,
-            "Pass --fp8-allow-fallback to train like this all the same, or change what stops it",
-        )
-    )
+    return len(fallen), listed

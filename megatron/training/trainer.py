@@ -10,11 +10,13 @@ from pathlib import Path
 
 from megatron.config import RunConfig
 from megatron.core.errors import TrainingError, complaint
+from megatron.core.fp8 import PrecisionRow
 from megatron.core.mesh import MeshSizes
 from megatron.observe.bus import Bus
 from megatron.observe.events import (
     CheckpointSaved,
     EvalEnd,
+    Incident,
     Message,
     RunEnd,
     RunStart,
@@ -180,6 +182,15 @@ class Trainer:
             self._say(note)
         if not cfg.fp8_allow_fallback:
             precision.refuse_fallback(rows)
+        else:
+            self._warn_of_fallback(rows)
+
+    def _warn_of_fallback(self, rows: list[PrecisionRow]) -> None:
+        """Say once what does not run as asked."""
+        fallback = self._runtime.fallback
+        warning = fallback.warning if fallback is not None else precision.fallback_warning(rows)
+        if warning and self._runtime.launch.rank == 0:
+            self.bus.emit(Incident(warning))
 
     def _describe_data(self, sources: Sources) -> None:
         lines = [" > datasets target sizes (minimum size):"]

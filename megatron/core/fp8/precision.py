@@ -215,15 +215,18 @@ class LinearPrecision:
             reason = decision.reason or decision.wgrad_reason
             return PrecisionRow(self.path, gemm, plain, plain, f"{plain} GEMM", reason)
         first, second = (decision.recipe.format_of(role) for role in OPERANDS[gemm])
-        name = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
+        name = wanted = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
+        instead = ""
+        if self.state.replaced is not None:
+            wanted, instead = f"{name} on {self.state.replaced[0]}", self.state.replaced[1]
         if not self.active:
             reason = self.suspended or "FP8 is switched off at this step"
             return PrecisionRow(
-                self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(self.suspended)
+                self.path, gemm, wanted, plain, f"{plain} GEMM", reason, bool(self.suspended)
             )
         verdict = self.state.products(decision.recipe)
         if verdict.hardware:
-            return PrecisionRow(self.path, gemm, name, name, verdict.kernel(gemm))
+            return PrecisionRow(self.path, gemm, wanted, name, verdict.kernel(gemm), instead)
         kernel = kernel_name(
             first,
             second,
@@ -231,9 +234,10 @@ class LinearPrecision:
             device=self.state.device,
             exact_in_bf16=decision.recipe.exact_in_bf16,
         )
-        wanted = self.state.hardware or self.state.device.type == "cuda"
-        reason = verdict.reason if wanted else ""
-        return PrecisionRow(self.path, gemm, name, name, kernel, reason)
+        surprising = self.state.hardware or self.state.device.type == "cuda"
+        reasons = (instead, verdict.reason if surprising else "")
+        reason = "; ".join(filter(None, reasons))
+        return PrecisionRow(self.path, gemm, wanted, name, kernel, reason)
 
 
 def group_rows(experts: Sequence[LinearPrecision], path: str) -> list[PrecisionRow]:

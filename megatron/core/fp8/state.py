@@ -73,6 +73,7 @@ class Fp8State:
         enabled: Whether forwards started now run in FP8. May be switched between steps.
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
         emulation: `fast` or `exact`, where there is no FP8 hardware.
+        replaced: The layer backend that was asked for and why it cannot run, if this is another.
         generation: Counts synchronisations; weights are quantized anew after each.
     """
 
@@ -100,6 +101,7 @@ class Fp8State:
         self.hardware = has_fp8_hardware(self.device)
         self.enabled = self.recipe is not None
         self.recording = True
+        self.replaced: tuple[str, str] | None = None
         self.generation = 0
         self.book: AmaxBook | None = None
         self.expert_book: AmaxBook | None = None
