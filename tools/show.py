@@ -191,23 +191,18 @@ def _layers_on(place: Any, flags: Sequence[str]) -> tuple[list[dict[str, object]
     from dataclasses import asdict
 
     from megatron.config.alignment import padding
-    from megatron.config.cli import parse
     from megatron.observe.lines import precision_table
-    from megatron.training.dry_run import complete
-    from megatron.training.dry_run.ranks import World
     from megatron.training.precision import summarize
-    from megatron.training.products import rows_of_layers
-    from megatron.training.providers import saved_config
+    from megatron.training.preflight import read_run
+    from megatron.training.products import layers_on_paper, rows_of_layers
 
-    config, _ = parse([*flags, "--dry-run"], 1, saved_config)
-    config = complete(config)[0]
-    states = [rank.parts.fp8 for rank in World(config).stages]
-    layers = [layer for state in states for layer in state.layers.values()]
+    config = read_run(flags)
+    layers = layers_on_paper(config)
     lines = summarize(rows_of_layers(layers, place)).lines
-    text = precision_table(lines)
-    recipe = states[0].recipe
-    padded = padding(config) if recipe is not None and place.verdict(recipe).hardware else ""
-    return [asdict(line) for line in lines], "\n".join(filter(None, (text, padded)))
+    recipes = {layer.state.recipe for layer in layers} - {None}
+    padded = any(place.verdict(recipe).hardware for recipe in recipes) and padding(config)
+    text = "\n".join(filter(None, (precision_table(lines), padded)))
+    return [asdict(line) for line in lines], text
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.config import RunConfig
 from megatron.core.capability import Target
 from megatron.core.fp8 import PrecisionRow, Recipe, Role
 from megatron.core.fp8.gemm import kernel_name
@@ -22,6 +23,8 @@ from megatron.core.fp8.recipe import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
 )
+from megatron.training.dry_run.trace import paper_mesh, paper_runtime
+from megatron.training.providers import build_gpt
 
 #: The recipes as they are by default, by `--fp8-recipe`.
 RECIPES: dict[str, Recipe] = {
@@ -140,6 +143,19 @@ def rows_of_layers(layers: Iterable[LinearPrecision], place: Place) -> list[Prec
                 row = replace(row, kernel=kernel, reason=reason)
             rows.append(row)
     return rows
+
+
+def layers_on_paper(cfg: RunConfig) -> list[LinearPrecision]:
+    """The linear layers of a run's whole model, without memory.
+
+    Args:
+        cfg: The finished configuration; `padded_vocab_size` must be known.
+    """
+    layers: list[LinearPrecision] = []
+    for rank in paper_mesh(cfg, 0).pp.ranks:
+        _, fp8, _ = build_gpt(cfg, paper_runtime(cfg, rank))
+        layers += fp8.layers.values()
+    return layers
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:

@@ -81,7 +81,8 @@ def use_triton_on_cuda(wanted: bool) -> bool:
 def describe(device: torch.device, groups: Sequence[str] = on_device.GROUPS) -> dict[str, str]:
     """Why a device's tensors take the kernels they take, by group of kernels, in words."""
     if device.type != "cuda":
-        return dict.fromkeys(groups, f"{implementation()} kernels on {device.type}")
+        apart = {"fused": f"one step after the other on {device.type}"}
+        return {g: apart.get(g, f"{implementation()} kernels on {device.type}") for g in groups}
     if not _triton_on_cuda:
         return dict.fromkeys(groups, "plain torch: switched off")
     return {group: on_device.verdict(group, _indexed(device))[1] for group in groups}
