@@ -186,7 +186,7 @@ def two_steps(recipe, normalization, implementation):
     """A layer with a norm in front, on operands in the FP8 type; what its second step gives."""
     previous = kernels.use(implementation)
     path = "decoder.layers.0.mlp.linear_fc1"
-    settings = {"fp8_format": "hybrid", "normalization": normalization, **cases.RECIPES[recipe]}
+    settings = {"normalization": normalization, **cases.RECIPES[recipe]}
     build = cases.build_on(cases.CPU, NativeBackend(), path, **settings)
     build.fp8.hardware = True  # torch multiplies operands with one scale on a CPU, too
     layer = NativeBackend().layernorm_column_parallel_linear(
