@@ -171,6 +171,8 @@ def _entry_faults(entry: Any) -> Iterator[tuple[str, str, str]]:
             yield f"{key}: {value}", "A rule has no such entry", fix
         elif (fault := _CHECKS[key](value)) is not None:
             yield f"{key}: {value}", *fault
+    if set(entry) - set(KEYS):
+        return  # a misspelt name is no missing one
     if not {"module", "layers"} & set(entry):
         yield "neither module nor layers", "A rule says which layers it is for", EXAMPLE
     if not {"recipe", "format", *GEMMS} & set(entry):

@@ -64,6 +64,14 @@ def refuse_unknown(own: Iterable[str], before: Mapping[str, str]) -> None:
         )
 
 
+def ignored(state: Mapping[str, Any]) -> list[str]:
+    """Say that a run without FP8 has no use for a saved state; nothing if there is none."""
+    saved = state.get("recipe", "none")
+    if saved == "none":
+        return []
+    return [f"FP8 state: saved with recipe {saved}, this run is not in FP8; it is ignored."]
+
+
 def sentences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Say what changed, for the log.
 
@@ -78,7 +86,7 @@ def sentences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     kinds = {(recipe_of(old), recipe_of(new)) for old, new in changes}
     if len(kinds) == 1:
         (old_recipe, new_recipe) = kinds.pop()
-        if old_recipe != new_recipe:
+        if old_recipe != new_recipe and new_recipe != "none":
             return [_all_changed(old_recipe, new_recipe)]
     return [_some_changed(old, new, layers) for (old, new), layers in changes.items() if old != new]
 
@@ -92,8 +100,6 @@ def _all_changed(old: str, new: str) -> str:
     )
     if old == "none":
         return f"FP8 state: the checkpoint has none; {after}."
-    if new == "none":
-        return f"FP8 state: saved with recipe {old}, this run is not in FP8; it is ignored."
     return f"FP8 state: saved with recipe {old}, this run uses {new}; it is dropped, {after}."
 
 

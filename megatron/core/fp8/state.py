@@ -339,6 +339,8 @@ class Fp8State:
         """
         state = state or {}
         self._suspend_as(state)
+        if self.recipe is None:
+            return resume.ignored(state)
         before = resume.precision_before(state, self._kinds)
         kept = []
         for book, is_expert in ((self.book, False), (self.expert_book, True)):
