@@ -89,7 +89,7 @@ def test_the_paths_are_those_of_the_model():
         ),
         (rules("module: output_layer, recipe: bf16"), "output_layer", "always kept out"),
         (
-            rules("layers: 0-1, recipe: bf16", "module: '*', wgrad: bf16", "layers: 1, dgrad: bf16"),
+            rules("layers: 0-1, recipe: bf16", "module: '*', wgrad: bf16", "layers: 1, wgrad: fp8"),
             "got rule 3 in",
             "in front of rule 1",
         ),
