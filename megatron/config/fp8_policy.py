@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -420,6 +420,39 @@ def _decides_nothing(
         )
     why = f"No linear layer fits both, and the layers of this model are 0 to {num_layers - 1}"
     return why, f"Correct `layers: {spans_text(rule.layers)}`, or the module"
+
+
+# -- another number of layers ---------------------------------------------------------------------
+
+
+def scaled(c: Any, small: Any) -> str | None:
+    """The policy of a model for one with fewer layers, as text.
+
+    Layers keep their place in proportion. A rule that then decides nothing is left out.
+
+    Args:
+        c: The model's configuration.
+        small: The smaller one's, finished or not.
+
+    Returns:
+        None if no rule is left.
+    """
+
+    def place_of(number: int) -> int:
+        return number * int(small.num_layers) // int(c.num_layers)
+
+    paths = _paths_if_known(small)
+    rules: list[PolicyRule] = []
+    for rule in _policy_of(c).rules:
+        layers = tuple((place_of(first), place_of(last)) for first, last in rule.layers)
+        names = [_LAYER.sub(lambda m: m[0].replace(m[1], str(place_of(int(m[1])))), name)
+                 for name in rule.modules]  # fmt: skip
+        fitting = [name for name in names if any(fnmatchcase(path, name) for path in paths)]
+        smaller = replace(rule, modules=tuple(dict.fromkeys(fitting)), layers=layers)
+        open_paths = [path for path in paths if not kept_by_edges(small, path)]
+        if any(smaller.fits(path) and deciding(rules, path) is None for path in open_paths):
+            rules.append(smaller)
+    return write(rules) if rules else None
 
 
 # -- writing --------------------------------------------------------------------------------------
