@@ -200,6 +200,24 @@ class TrainStep:
             iteration: Its number, counted from 1; dropout depends on it.
             consumed_samples: Samples read before it; the data depend on it.
         """
+        self.gradients(iteration, consumed_samples)
+        skip = self._skip_non_finite and not math.isfinite(self._loss)
+        update = self.parts.optimizer.step(self._grad_norm, skip=skip)
+        if update.success:
+            self.parts.scheduler.step(self._batch_size)
+        report = MoeReport() if self._moe is None else self._moe.finish(update.success)
+        return StepOutcome(self._loss, self._tokens, update, report)
+
+    def gradients(self, iteration: int, consumed_samples: int) -> float:
+        """Run the forward and backward passes of an iteration; the parameters stay. Collective.
+
+        Args:
+            iteration: As for `run`.
+            consumed_samples: As for `run`.
+
+        Returns:
+            The mean loss. The gradient is left in the parameters' buffers.
+        """
         self.iteration = iteration
         self.parts.fp8.begin(iteration)
         self._sums.zero_()
@@ -211,12 +229,7 @@ class TrainStep:
                 tokens = self._batches.count_tokens(self._microbatches)
             self._moe.start(tokens, self.parts.optimizer.backward_scale)
         self._runner.run(self._actions)
-        skip = self._skip_non_finite and not math.isfinite(self._loss)
-        update = self.parts.optimizer.step(self._grad_norm, skip=skip)
-        if update.success:
-            self.parts.scheduler.step(self._batch_size)
-        report = MoeReport() if self._moe is None else self._moe.finish(update.success)
-        return StepOutcome(self._loss, self._tokens, update, report)
+        return self._loss
 
     # -- what the runner asks for ---------------------------------------------------------------
 
