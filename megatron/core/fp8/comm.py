@@ -50,13 +50,13 @@ def from_wire(sent: torch.Tensor, like: Operand) -> Operand:
     if not isinstance(like, QuantizedTensor):
         return sent
     if like.block is not None:
-        return _from_lines(sent, like)
+        return from_lines(sent, like)
     rows = replace(like, data=sent.view(like.fmt.torch_dtype))
     return rows.hold() if like.is_held else rows
 
 
-def _from_lines(sent: torch.Tensor, like: QuantizedTensor) -> QuantizedTensor:
-    """Rows of blocks, in the form of `like`."""
+def from_lines(sent: torch.Tensor, like: QuantizedTensor) -> QuantizedTensor:
+    """The rows of blocks that the lines `sent` stand for, in the form of `like`."""
     high, cols = (like.block or (1, 1))[0], like.shape[1]
     codes = sent[:, : high * cols].reshape(-1, cols)
     packed = sent[:, high * cols :].contiguous()
