@@ -32,7 +32,8 @@ def to_wire(rows: Operand) -> torch.Tensor:
         return codes
     scales = rows.scale_inv.contiguous()
     packed = to_e8m0(scales) if rows.power_of_two else scales.view(torch.uint8)
-    return torch.cat([codes.reshape(scales.shape[0], -1), packed], dim=1)
+    lines = codes.reshape(scales.shape[0], rows.block[0] * codes.shape[1])
+    return torch.cat([lines, packed], dim=1)
 
 
 def tensor_of(rows: Operand) -> torch.Tensor:
