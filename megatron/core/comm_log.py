@@ -34,7 +34,7 @@ class Packing:
 
     Attributes:
         sent: Bytes of a line on the wire.
-        scales: How many of them are scales.
+        scales: How many of them are scales, or magnitudes that ranks agree on.
         plain: Bytes of the line in the type that it is sent in without FP8; 0 for what is sent
             because of FP8 only.
     """
@@ -45,7 +45,7 @@ class Packing:
 
 
 AS_IT_IS = Packing()
-# Agreements on magnitudes and the like.
+# What is sent because of FP8 only.
 BECAUSE_OF_FP8 = Packing(sent=1, scales=1, plain=0)
 
 
@@ -120,6 +120,8 @@ class CommLog:
     ) -> None:
         """Note one transfer."""
         place = self.place()
+        if part == AMAX:
+            packing = BECAUSE_OF_FP8
         self.counts[Transfer(kind, axis, ranks, payload_bytes, part, place, packing)] += 1
 
     def clear(self) -> None:

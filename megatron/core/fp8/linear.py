@@ -246,7 +246,7 @@ def _fp8_input_grad(
         if plain is not None or not ctx.needs_input_grad[1]:
             return None, lambda: dy if plain is None else plain
         rows = quantizer.rowwise(dy, axis=sharding.scatter)
-        return None, partial(_all_rows, rows, sharding.scatter)
+        return None, partial(_all_rows, rows, sharding.scatter, ctx.weight.dtype.itemsize)
     rows = quantizer.rowwise(dy if plain is None else plain, axis=sharding.scatter)
     if sharding.scatter is None and soon:
         rows = ready(rows)
@@ -308,12 +308,12 @@ def _start_gather(ctx: Any, x: Operand, queue: WeightGradQueue | None) -> Callab
     if sharding.gather is None or not ctx.needs_input_grad[1]:
         return lambda: x
     if queue is not None:
-        return partial(gather_rows, x, sharding.gather)
-    return sharding.transfers.start_gather(x, sharding.gather)
+        return partial(gather_rows, x, sharding.gather, ctx.weight.dtype.itemsize)
+    return sharding.transfers.start_gather(x, sharding.gather, ctx.weight.dtype.itemsize)
 
 
-def _all_rows(rows: Operand, axis: Axis | None) -> Operand:
-    return rows if axis is None else gather_rows(rows, axis)
+def _all_rows(rows: Operand, axis: Axis | None, itemsize: int = 2) -> Operand:
+    return rows if axis is None else gather_rows(rows, axis, itemsize)
 
 
 def _keep_parameters(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
