@@ -11,6 +11,13 @@ import torch
 from megatron.core.capability import has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8.amax import AmaxBook, refuse_missing
+from megatron.core.fp8.attention import (
+    AttentionChoice,
+    AttentionPrecision,
+    decide_attention,
+    delayed_part,
+    register_attention,
+)
 from megatron.core.fp8.expert_state import stack_experts, take_experts
 from megatron.core.fp8.formats import Format
 from megatron.core.fp8.gemm import EMULATIONS
@@ -69,6 +76,8 @@ class Fp8State:
         recipe: The run's recipe; None if FP8 is off.
         book: Histories and scales; None unless scaling is delayed.
         expert_book: Those of the experts, which other ranks share; None as `book`.
+        attention: What the run asks for inside attention.
+        attention_book: Those of attention layers whose recipe has no history otherwise; or None.
         enabled: Whether forwards started now run in FP8. May be switched between steps.
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
         emulation: `fast` or `exact`, where there is no FP8 hardware.
@@ -82,6 +91,7 @@ class Fp8State:
         device: torch.device | str = "cpu",
         params_dtype: torch.dtype = torch.bfloat16,
         emulation: str = "fast",
+        attention: AttentionChoice | None = None,
     ) -> None:
         if emulation not in EMULATIONS:
             raise PrecisionError(
@@ -105,6 +115,9 @@ class Fp8State:
             self.book = AmaxBook(self.recipe, self.device)
             self.expert_book = AmaxBook(self.recipe, self.device)
         self.layers: dict[str, LinearPrecision] = {}
+        self.attention = attention or AttentionChoice()
+        self.attention_book: AmaxBook | None = None
+        self.attention_layers: dict[str, AttentionPrecision] = {}
 
     @classmethod
     def disabled(
@@ -134,14 +147,16 @@ class Fp8State:
             device=device,
             params_dtype=getattr(torch, config.params_dtype),
             emulation=config.fp8_emulation,
+            attention=AttentionChoice(config.fp8_dot_product_attention, config.fp8_dpa_bwd),
         )
 
     # -- building -------------------------------------------------------------------------------
 
     @property
     def books(self) -> list[AmaxBook]:
-        """The books there are: of dense layers and of experts, or none."""
-        return [book for book in (self.book, self.expert_book) if book is not None]
+        """The books there are: of dense layers, of experts, of attention alone; or none."""
+        every = (self.book, self.expert_book, self.attention_book)
+        return [book for book in every if book is not None]
 
     def for_linear(
         self,
@@ -171,6 +186,28 @@ class Fp8State:
         self.layers[path] = precision
         return precision
 
+    def for_attention(self, path: str) -> AttentionPrecision:
+        """Decide the precision inside one layer's attention and give it its scales.
+
+        Args:
+            path: Module path, unique in the model.
+
+        Raises:
+            PrecisionError: The layer's recipe has no FP8 attention.
+        """
+        decision = decide_attention(self.policy.decide(path), self.attention)
+        slots = None
+        if decision.recipe is not None:
+            book = self.book if isinstance(decision.recipe, DelayedScaling) else None
+            if book is None:
+                if self.attention_book is None:
+                    self.attention_book = AmaxBook(delayed_part(decision.recipe), self.device)
+                book = self.attention_book
+            slots = register_attention(book, path)
+        precision = AttentionPrecision(path, decision, self, self.attention, slots)
+        self.attention_layers[path] = precision
+        return precision
+
     def forget(self, path: str) -> None:
         """Give back the scales of a layer that is gone."""
         layer = self.layers.pop(path, None)
@@ -190,9 +227,8 @@ class Fp8State:
             axis: Ranks that share the scales of dense layers.
             expert_axis: Ranks that share the scales of this rank's experts.
         """
-        for book, ranks in ((self.book, axis), (self.expert_book, expert_axis)):
-            if book is not None:
-                book.sync(ranks)
+        for book in self.books:
+            book.sync(expert_axis if book is self.expert_book else axis)
         self.generation += 1
 
     def discard(self) -> None:
@@ -249,24 +285,28 @@ class Fp8State:
 
         Experts are under `experts`, see `stack_experts`; each process has its own.
         """
-        recipe, experts = self.recipe, self.expert_book
+        recipe, experts, attention = self.recipe, self.expert_book, self.attention_book
         return {
             "recipe": recipe.name if recipe else "none",
             "format": recipe.fp8_format.name.lower() if recipe else "none",
             "layers": self.book.state_dict() if self.book is not None else {},
             "experts": stack_experts(experts.state_dict()) if experts is not None else {},
             "suspended": self.suspended(),
+            **({"attention": attention.state_dict()} if attention is not None else {}),
         }
 
     def suspended(self) -> dict[str, str]:
         """Layers held in high precision for now, with the reason."""
-        return {path: layer.suspended for path, layer in self.layers.items() if layer.suspended}
+        held = {path: layer.suspended for path, layer in self.layers.items()}
+        held |= {path: layer.suspended for path, layer in self.attention_layers.items()}
+        return {path: reason for path, reason in held.items() if reason}
 
     def _suspend_as(self, saved: Mapping[str, Any]) -> None:
         """Hold the layers back that a checkpoint's run had held back."""
         held = saved.get("suspended") or {}
-        for path, layer in self.layers.items():
-            layer.suspended = str(held[path]) if path in held else ""
+        layers: list[LinearPrecision | AttentionPrecision] = list(self.layers.values())
+        for layer in [*layers, *self.attention_layers.values()]:
+            layer.suspended = str(held[layer.path]) if layer.path in held else ""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> list[str]:
         """Take over a saved state where it fits this run's recipe.
@@ -285,15 +325,21 @@ class Fp8State:
         wanted = self.recipe.name if self.recipe else "none"
         if saved != wanted:
             return [_dropped(saved, wanted, self.book is not None)]
-        if self.book is None or self.expert_book is None or state is None:
+        if not self.books or state is None:
             return []
-        experts = take_experts(state.get("experts", {}), self.expert_book.paths())
-        layers = {**state["layers"], **experts}
-        refuse_missing([path for book in self.books for path in book.paths()], layers)
-        messages = []
-        for book in self.books:
-            messages += [m for m in book.load_state_dict(layers) if m not in messages]
-        old, new = Format[state["format"].upper()], self.book.recipe.fp8_format
+        layers = {**(state.get("layers") or {}), **(state.get("attention") or {})}
+        if self.expert_book is not None:
+            layers |= take_experts(state.get("experts", {}), self.expert_book.paths())
+        # Attention may enter FP8 in the middle of a training; a linear layer without scales is of
+        # another model.
+        fresh = [path for path in self.attention_layers if path not in layers]
+        required = [[p for p in book.paths() if p not in fresh] for book in self.books]
+        refuse_missing([path for paths in required for path in paths], layers)
+        messages = _fresh_attention(fresh, self.books)
+        for book, paths in zip(self.books, required, strict=True):
+            found = book.load_state_dict(layers, required=paths)
+            messages += [m for m in found if m not in messages]
+        old, new = Format[state["format"].upper()], self.books[0].recipe.fp8_format
         if old is not new:
             for book in self.books:
                 book.rescale(old.forward.max, old.backward.max)
@@ -302,6 +348,17 @@ class Fp8State:
                 " scales were converted."
             )
         return messages
+
+
+def _fresh_attention(paths: list[str], books: list[AmaxBook]) -> list[str]:
+    """What is said of attention layers that the checkpoint has no scales for."""
+    count = sum(path in book.paths() for path in paths for book in books)
+    if not count:
+        return []
+    return [
+        f"FP8 state: attention of {count} layer(s) was not in FP8 when it was saved; their first"
+        " step quantizes with scale 1."
+    ]
 
 
 def _dropped(saved: str, wanted: str, delayed: bool) -> str:
