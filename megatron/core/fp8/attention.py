@@ -183,6 +183,10 @@ class AttentionPrecision:
         always = (*_IN_PIECES, *_BY_THEMSELVES)
         return isinstance(self._recipe, DelayedScaling) or tensor in always
 
+    def is_delayed(self, tensor: AttentionTensor) -> bool:
+        """Whether a tensor's scale comes from the book."""
+        return isinstance(self._recipe, DelayedScaling) or tensor in _IN_PIECES
+
     @property
     def _recipe(self) -> Recipe:
         if self.decision.recipe is None:
