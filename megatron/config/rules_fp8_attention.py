@@ -53,17 +53,9 @@ def fp8_attention_has_a_recipe(c: Draft) -> Iterator[Problem]:
 @rule
 def fp8_attention_shares_scales_along_a_sequence(c: Draft) -> Iterator[Problem]:
     """With context parallelism, the ranks of a sequence agree on the scales of FP8 attention."""
-    if not c.fp8_dot_product_attention:
+    if not c.fp8_dot_product_attention or not c.counts("context_parallel_size"):
         return
-    alone = c.counts("context_parallel_size") and c.context_parallel_size == 1
-    if not c.fp8_cp_exchange and alone:
-        yield Problem(
-            ("--no-fp8-cp-exchange",),
-            "--context-parallel-size 1",
-            "Keys and values travel between context-parallel ranks only",
-            "Remove it",
-        )
-    if c.fp8_amax_reduction == "tp" and not alone:
+    if c.fp8_amax_reduction == "tp" and c.context_parallel_size > 1:
         yield Problem(
             ("--fp8-amax-reduction", "--fp8-dot-product-attention"),
             f"tp with --context-parallel-size {c.context_parallel_size}",

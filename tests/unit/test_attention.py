@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fp8 import Fp8State
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer import attention_kernel
@@ -167,9 +168,12 @@ def test_dropout_drops_weights_and_backward_draws_the_same_masks(monkeypatch, sh
 def module(dropout=0.0, tp_rank=0, seed=5):
     axis = Axis.single("cp")
     mesh = SimpleNamespace(tp=SimpleNamespace(rank=tp_rank), dp=axis, cp=axis)
-    config = SimpleNamespace(kv_channels=16, attention_dropout=dropout, cp_comm_type=("p2p",))
-    rng = RngStreams(seed, mesh)
-    build = SimpleNamespace(config=config, mesh=mesh, rng=rng, path="layers.0.core_attention")
+    config = SimpleNamespace(
+        kv_channels=16, attention_dropout=dropout, cp_comm_type=("p2p",), fp8_cp_exchange=True
+    )
+    rng, fp8 = RngStreams(seed, mesh), Fp8State.disabled()
+    path = "layers.0.core_attention"
+    build = SimpleNamespace(config=config, mesh=mesh, rng=rng, fp8=fp8, path=path)
     return NativeCoreAttention(build=build, layer_number=1), rng
 
 

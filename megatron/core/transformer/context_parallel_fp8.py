@@ -275,4 +275,6 @@ def placement(comm: str, axis: Axis, job: ContextBlock, in_fp8: bool) -> Placeme
     if comm == "a2a":
         block = Block(job.scale, 0, job.starts, job.dropout, job.seed)
         return HeadShards(block, axis, exchange)
-    return (Gathered if comm == "all_gather" else Ring)(axis, job, exchange)
+    if comm == "all_gather":
+        return Gathered(axis, job, exchange)
+    return Ring(axis, job if comm == "a2a+p2p" else replace(job, inner=None), exchange)
