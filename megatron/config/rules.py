@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config import (
     rules_data,
     rules_fp8,
+    rules_fp8_attention,
     rules_model,
     rules_moe,
     rules_overlap,
@@ -22,6 +23,7 @@ __all__ = ["RULES", "ConfigError", "Problem", "check", "rule"]
 _LISTED = (
     rules_model,
     rules_fp8,
+    rules_fp8_attention,
     rules_moe,
     rules_parallel,
     rules_overlap,

@@ -20,6 +20,7 @@ PARTS = (
     "tp_comm_bulk_dgrad",
     "tp_comm_bulk_wgrad",
 )
+ATTENTION = {"fp8_dot_product_attention": True}
 TE_FP8 = {**FP8, "transformer_impl": "transformer_engine"}
 DATA = {"data_path": ["a"], "tokenizer_type": "NullTokenizer", "vocab_size": 9}
 
@@ -99,6 +100,22 @@ REFUSED = [
         {**FP8, "fp8_recipe": "blockwise", "fp8_margin": 1},
         "--fp8-margin",
         ["The recipe blockwise", "keeps no history"],
+    ),
+    (ATTENTION, "--fp8-dot-product-attention", ["no --fp8-format", "Add --fp8-format hybrid"]),
+    (
+        {**FP8, "fp8_dpa_bwd": False, "fp8_cp_exchange": False},
+        "--no-fp8-dpa-bwd",
+        ["--no-fp8-cp-exchange", "Add --fp8-dot-product-attention"],
+    ),
+    (
+        {**FP8, **ATTENTION, "fp8_recipe": "blockwise"},
+        "--fp8-dot-product-attention",
+        ["got blockwise", "a scale for each block", "Use --fp8-recipe delayed or tensorwise"],
+    ),
+    (
+        {"fp8_format": "e4m3", **ATTENTION, "fp8_recipe": "mxfp8"},
+        "--fp8-dot-product-attention",
+        ["got mxfp8", "compute capability 10 only"],
     ),
     (
         {**TE_FP8, "hidden_size": 72, "kv_channels": 16, "ffn_hidden_size": 256},
@@ -339,6 +356,12 @@ REFUSED_ON_A_MESH = [
         ["2 2 and 1", "at least 4 ranks"],
     ),
     (3, CP2, "--tensor-model-parallel-size", ["1, 1 and 2 on 3 processes"]),
+    (
+        2,
+        {**CP2, **FP8, **ATTENTION, "fp8_amax_reduction": "tp"},
+        "--fp8-amax-reduction",
+        ["tp with --context-parallel-size 2", "one scale", "tp-cp or tp-cp-dp"],
+    ),
     (2, {**CP2, "seq_length": 30}, "--seq-length", ["30 and 2", "two of 4", "28 or 32"]),
     (
         12,
@@ -582,6 +605,8 @@ ACCEPTED = [
         "fp8_amax_history_len": 4,
         "fp8_policy": "rules:\n- {layers: 0, recipe: delayed}\n",
     },
+    {**FP8, **ATTENTION, "fp8_dpa_bwd": False, "bf16": True},
+    {**FP8, **ATTENTION, "fp8_recipe": "tensorwise", "recompute_granularity": "selective"},
     {**FP8},  # float32 parameters
     {**FP8, "fp16": True},
     {**FP8, "fp8_recipe": "blockwise"},
@@ -744,6 +769,7 @@ def test_rules_are_listed_by_subject():
     assert list(dict.fromkeys(modules)) == [
         "model",
         "fp8",
+        "attention",
         "moe",
         "parallel",
         "overlap",

@@ -220,6 +220,7 @@ def input_operands(
     weight: torch.Tensor,
     precision: LinearPrecision,
     axis: Axis | None = None,
+    made: QuantizedTensor | None = None,
 ) -> tuple[Operand, Operand | None]:
     """The input as the forward product takes it, and what the weight's gradient needs of it.
 
@@ -228,6 +229,7 @@ def input_operands(
         weight: `[out, in]`.
         precision: Of the layer.
         axis: Ranks whose rows are gathered.
+        made: `local` as its quantizer makes it, if it came like that.
 
     Returns:
         Each quantized or as it is; the second is None if the weight needs no gradient.
@@ -236,7 +238,7 @@ def input_operands(
     plain = local if decision.fprop and decision.wgrad else local.to(weight.dtype)
     quantized: QuantizedTensor | None = None
     if decision.fprop or (decision.wgrad and weight.requires_grad):
-        quantized = quantizer.rowwise(local, axis=axis)
+        quantized = quantizer.rowwise(local, axis=axis) if made is None else made
     rows = quantized if decision.fprop and quantized is not None else plain
     if not weight.requires_grad:
         return rows, None
@@ -294,7 +296,7 @@ def _fp8_input_grad(
         if plain is not None or not ctx.needs_input_grad[1]:
             return None, lambda: dy if plain is None else plain
         rows = quantizer.rowwise(dy, axis=sharding.scatter)
-        return None, partial(_all_rows, rows, sharding.scatter)
+        return None, partial(_all_rows, rows, sharding.scatter, ctx.weight.dtype.itemsize)
     rows = quantizer.rowwise(dy if plain is None else plain, axis=sharding.scatter)
     if sharding.scatter is None and soon:
         rows = ready(rows)
@@ -368,12 +370,12 @@ def _start_gather(ctx: Any, x: Operand, queue: WeightGradQueue | None) -> Callab
     if sharding.gather is None or not ctx.needs_input_grad[1]:
         return lambda: x
     if queue is not None:
-        return partial(gather_rows, x, sharding.gather)
-    return sharding.transfers.start_gather(x, sharding.gather)
+        return partial(gather_rows, x, sharding.gather, ctx.weight.dtype.itemsize)
+    return sharding.transfers.start_gather(x, sharding.gather, ctx.weight.dtype.itemsize)
 
 
-def _all_rows(rows: Operand, axis: Axis | None) -> Operand:
-    return rows if axis is None else gather_rows(rows, axis)
+def _all_rows(rows: Operand, axis: Axis | None, itemsize: int = 2) -> Operand:
+    return rows if axis is None else gather_rows(rows, axis, itemsize)
 
 
 def _keep_parameters(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -13,10 +13,17 @@ from megatron.core.capability import has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import resume
 from megatron.core.fp8.amax import AmaxBook, refuse_missing
+from megatron.core.fp8.attention import (
+    AttentionChoice,
+    AttentionPrecision,
+    decide_attention,
+    delayed_part,
+    register_attention,
+)
 from megatron.core.fp8.expert_state import stack_experts, take_experts
 from megatron.core.fp8.formats import Format
 from megatron.core.fp8.gemm import EMULATIONS
-from megatron.core.fp8.policy import Fp8Policy, LayerRule
+from megatron.core.fp8.policy import HIGH_PRECISION, Fp8Policy, LayerRule
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
 from megatron.core.fp8.recipe import (
     DelayedScaling,
@@ -93,6 +100,8 @@ class Fp8State:
         recipe: Recipe of the layers that no rule is about; None if FP8 is off.
         book: Histories and scales; None unless some layer may have delayed scaling.
         expert_book: Those of the experts, which other ranks share; None as `book`.
+        attention: What the run asks for inside attention.
+        attention_book: Those of attention layers whose recipe has no history otherwise; or None.
         enabled: Whether forwards started now run in FP8. May be switched between steps.
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
         emulation: `fast` or `exact`, where there is no FP8 hardware.
@@ -108,6 +117,7 @@ class Fp8State:
         params_dtype: torch.dtype = torch.bfloat16,
         emulation: str = "fast",
         warmup_iters: int = 0,
+        attention: AttentionChoice | None = None,
     ) -> None:
         if emulation not in EMULATIONS:
             raise PrecisionError(
@@ -133,6 +143,9 @@ class Fp8State:
             self.expert_book = AmaxBook(policy.delayed, self.device)
         self.layers: dict[str, LinearPrecision] = {}
         self._kinds: dict[str, str] = {}  # by layer, experts of one matrix as one
+        self.attention = attention or AttentionChoice()
+        self.attention_book: AmaxBook | None = None
+        self.attention_layers: dict[str, AttentionPrecision] = {}
 
     @classmethod
     def disabled(
@@ -164,14 +177,16 @@ class Fp8State:
             params_dtype=getattr(torch, config.params_dtype),
             emulation=config.fp8_emulation,
             warmup_iters=config.fp8_warmup_iters,
+            attention=AttentionChoice(config.fp8_dot_product_attention, config.fp8_dpa_bwd),
         )
 
     # -- building -------------------------------------------------------------------------------
 
     @property
     def books(self) -> list[AmaxBook]:
-        """The books there are: of dense layers and of experts, or none."""
-        return [book for book in (self.book, self.expert_book) if book is not None]
+        """The books there are: of dense layers, of experts, of attention alone; or none."""
+        every = (self.book, self.expert_book, self.attention_book)
+        return [book for book in every if book is not None]
 
     def for_linear(
         self,
@@ -201,6 +216,29 @@ class Fp8State:
         precision = LinearPrecision(path, decision, self, slots)
         self.layers[path] = precision
         self._kinds[layer] = decision.summary
+        return precision
+
+    def for_attention(self, path: str) -> AttentionPrecision:
+        """Decide the precision inside one layer's attention and give it its scales.
+
+        Args:
+            path: Module path, unique in the model.
+
+        Raises:
+            PrecisionError: The layer's recipe has no FP8 attention.
+        """
+        decision = decide_attention(self.policy.decide(path), self.attention)
+        slots = None
+        if decision.recipe is not None:
+            book = self.book if isinstance(decision.recipe, DelayedScaling) else None
+            if book is None:
+                if self.attention_book is None:
+                    self.attention_book = AmaxBook(delayed_part(decision.recipe), self.device)
+                book = self.attention_book
+            slots = register_attention(book, path, delayed_part(decision.recipe))
+        precision = AttentionPrecision(path, decision, self, self.attention, slots)
+        self.attention_layers[path] = precision
+        self._kinds[path] = decision.summary
         return precision
 
     def forget(self, path: str) -> None:
@@ -245,9 +283,9 @@ class Fp8State:
             axis: Ranks that share the scales of dense layers.
             expert_axis: Ranks that share the scales of this rank's experts.
         """
-        for book, ranks in ((self.book, axis), (self.expert_book, expert_axis)):
-            if book is not None and not self.is_warming_up:
-                book.sync(ranks)
+        if not self.is_warming_up:
+            for book in self.books:
+                book.sync(expert_axis if book is self.expert_book else axis)
         self.generation += 1
 
     def discard(self) -> None:
@@ -305,7 +343,7 @@ class Fp8State:
         Experts are under `experts`, see `stack_experts`; each process has its own. `precision` says
         how each layer runs.
         """
-        recipe, experts = self.recipe, self.expert_book
+        recipe, experts, attention = self.recipe, self.expert_book, self.attention_book
         return {
             "recipe": recipe.name if recipe else "none",
             "format": recipe.fp8_format.name.lower() if recipe else "none",
@@ -313,17 +351,21 @@ class Fp8State:
             "layers": self.book.state_dict() if self.book is not None else {},
             "experts": stack_experts(experts.state_dict()) if experts is not None else {},
             "suspended": self.suspended(),
+            **({"attention": attention.state_dict()} if attention is not None else {}),
         }
 
     def suspended(self) -> dict[str, str]:
         """Layers held in high precision for now, with the reason."""
-        return {path: layer.suspended for path, layer in self.layers.items() if layer.suspended}
+        held = {path: layer.suspended for path, layer in self.layers.items()}
+        held |= {path: layer.suspended for path, layer in self.attention_layers.items()}
+        return {path: reason for path, reason in held.items() if reason}
 
     def _suspend_as(self, saved: Mapping[str, Any]) -> None:
         """Hold the layers back that a checkpoint's run had held back."""
         held = saved.get("suspended") or {}
-        for path, layer in self.layers.items():
-            layer.suspended = str(held[path]) if path in held else ""
+        layers: list[LinearPrecision | AttentionPrecision] = list(self.layers.values())
+        for layer in [*layers, *self.attention_layers.values()]:
+            layer.suspended = str(held[layer.path]) if layer.path in held else ""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> list[str]:
         """Take over a saved state, layer by layer, where it fits this run.
@@ -342,13 +384,18 @@ class Fp8State:
         if self.recipe is None:
             return resume.ignored(state)
         before = resume.precision_before(state, self._kinds)
+        if "precision" not in state:  # written before attention could run in FP8
+            before |= dict.fromkeys(self.attention_layers, HIGH_PRECISION)
         kept = []
-        for book, is_expert in ((self.book, False), (self.expert_book, True)):
-            if book is None:
-                continue
-            layers = {p: p.rpartition(".")[0] if is_expert else p for p in book.paths()}
+        for book in self.books:
+            grouped = book is self.expert_book
+            layers = {p: p.rpartition(".")[0] if grouped else p for p in book.paths()}
             resume.refuse_unknown(layers.values(), before)
-            had = {p for p, layer in layers.items() if before[layer].startswith("delayed ")}
+            had = {
+                path
+                for path, layer in layers.items()
+                if resume.recipe_of(before[layer]) == resume.recipe_of(self._kinds[layer])
+            }
             kept.append((book, [p for p in layers if p in had], layers))
             for path in layers:
                 if path not in had:
@@ -373,7 +420,7 @@ class Fp8State:
             return []
         wanted = [path for _, paths, _ in kept for path in paths]
         experts = take_experts(state.get("experts", {}), wanted)
-        saved = {**state["layers"], **experts}
+        saved = {**state["layers"], **state.get("attention", {}), **experts}
         refuse_missing(wanted, saved)
         messages: list[str] = []
         for book, paths, layers in kept:

@@ -352,7 +352,7 @@ def in_fp32(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in fields.items()
-        if name not in _PRECISION and SPECS[name].section != "fp8"
+        if name not in _PRECISION and not SPECS[name].section.startswith("fp8")
     }
 
 
