@@ -8,7 +8,7 @@
 
 Every flag that is not listed below is one of pretrain_gpt.py, and the recipe that is judged is the
 one that these flags ask for. On the same batches the model runs in high precision, and then with
-one group of linear layers after the other in FP8; no weight changes. The harm of a group is what it
+one group of layers after the other in FP8; no weight changes. The harm of a group is what it
 does to the gradient of the whole model (relative error), or with --rank-by loss to the loss. One
 process does everything: a layout among the flags is left out. It takes (groups + 4) passes forward
 and backward for each batch.
@@ -59,8 +59,8 @@ def make_parser() -> ToolParser:
         "--group",
         choices=KINDS,
         default="module",
-        help="what is judged together: one linear layer (module), those of a transformer layer"
-        " (layer), those of a name in all layers (kind)",
+        help="what is judged together: one linear layer or attention (module), those of a"
+        " transformer layer (layer), those of a name in all layers (kind)",
     )
     parser.add_argument("--steps", type=int, default=2, help="batches to measure on (default: 2)")
     keep = parser.add_mutually_exclusive_group()
@@ -68,7 +68,7 @@ def make_parser() -> ToolParser:
     keep.add_argument(
         "--keep-share",
         type=float,
-        help="keep groups with up to this part of the weights (default: 0.1)",
+        help="keep groups that do up to this part of the multiplications (default: 0.1)",
     )
     parser.add_argument(
         "--rank-by", choices=FIGURES, default="gradient", help="what counts as harm"
@@ -88,7 +88,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.keep_top is None and args.keep_share is None:
         args.keep_share = 0.1
     if args.keep_share is not None and not 0 < args.keep_share < 1:
-        why = "It is a part of the weights"
+        why = "It is a part of the work"
         raise MegatronError(complaint("--keep-share", args.keep_share, why, "Use 0.05, say"))
     if not args.output.absolute().parent.is_dir():
         why = "There is no such folder"
@@ -117,7 +117,7 @@ def table(ranking: Sequence[tuple[Group, Harm]], kept: Sequence[Group], rank_by:
     """The ranking as text."""
     marks = {figure: " *" if figure == rank_by else "" for figure in FIGURES}
     head = ("rank", "group", f"gradient error{marks['gradient']}", f"loss change{marks['loss']}",
-            *(f"{name} SNR (dB)" for name in _ROLES), "weights", "")  # fmt: skip
+            *(f"{name} SNR (dB)" for name in _ROLES), "work", "")  # fmt: skip
     rows = [
         (
             str(rank),
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
     runtime, tokenizer = with_tokenizer(start(alone(read_config(flags)), Launch()))
     cfg, progress = runtime.config, Progress()
     parts = setup_model(cfg, runtime)
-    groups = groups_of(parts, args.group)
+    groups = groups_of(cfg, parts, args.group)
     loaded = load_checkpoint(
         cfg, runtime.mesh, model=parts.model, optimizer=None, scheduler=None, fp8=parts.fp8,
         progress=progress, say=print,
@@ -191,7 +191,7 @@ def measure(
     everything, chosen_rest = probe.measure([groups, rest], batches)
     share = sum(group.share for group in kept)
     summary = (
-        f"{len(kept)} of {len(groups)} groups with {share:.1%} of the weights in high precision:\n"
+        f"{len(kept)} of {len(groups)} groups with {share:.1%} of the work in high precision:\n"
         f"gradient error {chosen_rest.gradient_error:.4f} instead of"
         f" {everything.gradient_error:.4f}, loss change {chosen_rest.loss_change:+.2e} instead of"
         f" {everything.loss_change:+.2e}"

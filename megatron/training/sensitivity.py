@@ -1,8 +1,8 @@
 """How much FP8 harms each part of a model, measured on a short window of its own training data.
 
 On the same batches, with the same weights and the same dropout, the whole model runs in high
-precision, and then with one group of linear layers after the other in FP8. What a group does to the
-loss and to the gradient of the whole model is its harm. No parameter changes.
+precision, and then with one group of layers after the other in FP8. What a group does to the loss
+and to the gradient of the whole model is its harm. No parameter changes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from megatron.config import RunConfig, fp8_policy
 from megatron.config.fp8_policy import PLAIN, PolicyRule
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import Role
+from megatron.core.fp8.attention import AttentionPrecision
 from megatron.core.fp8.precision import LinearPrecision
 from megatron.training.initialize import Runtime
 from megatron.training.providers import Parts
 from megatron.training.step import BatchSource, TrainStep
 
+Layer = LinearPrecision | AttentionPrecision
 KINDS = ("module", "layer", "kind")
 FIGURES = ("gradient", "loss")
 _LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.")
@@ -34,18 +36,18 @@ _CALIBRATIONS = 3  # a scale of 1 may spoil what the next layers see, so one pas
 
 @dataclass(frozen=True)
 class Group:
-    """Linear layers that are judged together.
+    """Layers that are judged together.
 
     Attributes:
         name: What the table calls it.
         rule: What a policy says to keep it out of FP8.
         layers: Its layers; all experts of a matrix.
-        share: Its part of the weights of all linear layers inside the transformer.
+        share: Its part of the multiplications in everything that FP8 is for.
     """
 
     name: str
     rule: PolicyRule
-    layers: tuple[LinearPrecision, ...]
+    layers: tuple[Layer, ...]
     share: float
 
 
@@ -98,43 +100,53 @@ class Harm:
         return 10.0 * math.log10(signal / noise) if noise else math.inf
 
 
-def groups_of(parts: Parts, kind: str) -> list[Group]:
+def groups_of(cfg: RunConfig, parts: Parts, kind: str) -> list[Group]:
     """Every group of layers that runs in FP8.
 
     Args:
+        cfg: The configuration.
         parts: The model.
-        kind: `module`: each linear layer by itself; `layer`: those of a transformer layer; `kind`:
+        kind: `module`: each layer by itself; `layer`: those of a transformer layer; `kind`:
             those of the same name in all layers.
 
     Raises:
         PrecisionError: Nothing runs in FP8.
     """
-    found: dict[str, tuple[PolicyRule, list[LinearPrecision], int]] = {}
-    total = 0
-    for path, layers, size in _linear_layers(parts):
-        total += size
+    found: dict[str, tuple[PolicyRule, list[Layer], float]] = {}
+    total = 0.0
+    for path, layers, work in _layers(cfg, parts):
+        total += work
         if layers[0].decision.recipe is not None:
             name, rule = _named(path, kind)
-            _, members, before = found.setdefault(name, (rule, [], 0))
-            found[name] = (rule, [*members, *layers], before + size)
+            _, members, before = found.setdefault(name, (rule, [], 0.0))
+            found[name] = (rule, [*members, *layers], before + work)
     if not found:
         fix = "Pass --fp8-format and a recipe, and leave something to FP8"
         raise PrecisionError(complaint("--fp8-format", "no layer in FP8", "Nothing to judge", fix))
     return [
-        Group(name, rule, tuple(layers), size / total)
-        for name, (rule, layers, size) in found.items()
+        Group(name, rule, tuple(layers), work / total)
+        for name, (rule, layers, work) in found.items()
     ]
 
 
-def _linear_layers(parts: Parts) -> Iterator[tuple[str, Sequence[LinearPrecision], int]]:
-    """Path, precision (of every expert) and number of weights of the layers in the transformer."""
+def _layers(cfg: RunConfig, parts: Parts) -> Iterator[tuple[str, Sequence[Layer], float]]:
+    """Path, precision (of every expert) and multiplications for a token of what FP8 is for."""
     for path, module in parts.model.named_modules():
         if _LAYER.match(path) is None:
             continue
-        if isinstance(getattr(module, "precision", None), LinearPrecision):
-            yield path, [module.precision], module.weight.numel()
+        precision = getattr(module, "precision", None)
+        if isinstance(precision, LinearPrecision):
+            yield path, [precision], float(module.weight.numel())
+        elif isinstance(precision, AttentionPrecision) and cfg.fp8_dot_product_attention:
+            # A token sees half of the sequence on average, once for scores and once for values.
+            yield (
+                path,
+                [precision],
+                float(cfg.seq_length * cfg.num_attention_heads * cfg.kv_channels),
+            )
         elif getattr(module, "precisions", None):
-            yield path, module.precisions, sum(weight.numel() for weight in module.weights)
+            weights = sum(weight.numel() for weight in module.weights)
+            yield path, module.precisions, weights * cfg.moe_router_topk / cfg.num_experts
 
 
 def _named(path: str, kind: str) -> tuple[str, PolicyRule]:
@@ -229,7 +241,11 @@ def _squares(x: torch.Tensor) -> float:
 def _listening(groups: Sequence[Group], harm: Harm) -> Iterator[None]:
     """Compare what the groups' layers quantize with what comes of it."""
     quantizers = [
-        layer.quantizer(role) for group in groups for layer in group.layers for role in Role
+        layer.quantizer(role)
+        for group in groups
+        for layer in group.layers
+        if isinstance(layer, LinearPrecision)
+        for role in Role
     ]
     for quantizer in quantizers:
         quantizer.cast = _heard(quantizer.cast, quantizer.role, harm)  # type: ignore[method-assign]
@@ -268,7 +284,7 @@ def chosen(
     Args:
         ranking: The worst first.
         top: That many of them.
-        share: As many as fit into this part of the weights; one that does not is passed over.
+        share: As many as fit into this part of the work; one that does not is passed over.
 
     Raises:
         PrecisionError: None fits.
@@ -287,7 +303,7 @@ def chosen(
             complaint(
                 "--keep-share",
                 share,
-                f"No group is so small: the smallest has {smallest:.4f} of the weights",
+                f"No group is so small: the smallest has {smallest:.4f} of the multiplications",
                 f"Use at least {smallest:.4f}, or --group module",
             )
         )
@@ -305,9 +321,7 @@ def policy_text(cfg: RunConfig, kept: Sequence[tuple[Group, str]], comment: str)
     rules = [
         PolicyRule(0, group.rule.modules, group.rule.layers, PLAIN, note=why) for group, why in kept
     ]
-    paths = [
-        path for path in fp8_policy.linear_paths(cfg) if not fp8_policy.kept_by_edges(cfg, path)
-    ]
+    paths = [path for path in fp8_policy.fp8_paths(cfg) if not fp8_policy.kept_by_edges(cfg, path)]
     for rule in fp8_policy.read(cfg.fp8_policy_text).rules:
         if any(rule.fits(path) and fp8_policy.deciding(rules, path) is None for path in paths):
             rules.append(rule)

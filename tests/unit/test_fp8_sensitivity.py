@@ -35,7 +35,7 @@ def probed(planted=True, kind="module", **fields):
     cfg, mesh, parts, _ = build(0, 1, **{**TENSORWISE, **fields})
     if planted:
         plant(parts)
-    groups = groups_of(parts, kind)
+    groups = groups_of(cfg, parts, kind)
     runtime = type("Runtime", (), {"mesh": mesh, "device": torch.device("cpu")})()
     return cfg, groups, Probe(cfg, runtime, parts, SyntheticSource(cfg, 1), groups), parts
 
@@ -112,10 +112,25 @@ def test_groups_and_their_rules(kind, names):
         text = policy_text(cfg, [(group, "loud")], "why")
         follow = cfg.replace(fp8_policy=text)
         rules = fp8_policy.read(follow.fp8_policy_text).rules
-        kept = [path for path in fp8_policy.linear_paths(cfg) if rules[0].fits(path)]
+        kept = [path for path in fp8_policy.fp8_paths(cfg) if rules[0].fits(path)]
         paths = {p.path.rpartition(".")[0] if "experts" in p.path else p.path for p in group.layers}
         assert set(kept) == paths
     assert parts.fp8.recipe is not None
+
+
+def test_attention_in_fp8_is_judged_too():
+    cfg, groups, probe, parts = probed(planted=False, fp8_dot_product_attention=True)
+    (path, _) = parts.fp8.attention_layers
+    names = [group.name for group in groups]
+    assert names.index(path) == 1
+    probe.calibrate(1, 0)
+    attention, rest = probe.measure(
+        [[groups[1]], [group for group in groups if "attention" not in group.name]], BATCHES[:1]
+    )
+    assert 0 < attention.gradient_error < rest.gradient_error
+    text = policy_text(cfg, [(groups[1], "")], "")
+    assert fp8_policy.read(cfg.replace(fp8_policy=text).fp8_policy_text).rules[0].fits(path)
+    assert groups[1].share == pytest.approx(cfg.seq_length * 32 / (2 * (16 * 32 + 12 * 32 * 32)))
 
 
 def test_what_is_kept():

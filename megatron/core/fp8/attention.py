@@ -273,16 +273,18 @@ class AttentionPrecision:
         first, second = (recipe.format_of(tensor.role) for tensor in _PRODUCTS[product])
         name = f"fp8 {first.name}x{second.name} {recipe.name}"
         if not self.active:
-            reason = self.suspended or "FP8 is switched off at this step"
-            by_policy = bool(self.suspended)
+            planned = self.suspended or self.state.waits(self.decision.rule)
+            reason = planned or "FP8 is switched off at this step"
             return PrecisionRow(
-                self.path, product, name, plain, "softmax attention", reason, by_policy
+                self.path, product, name, plain, "softmax attention", reason, bool(planned)
             )
         kernel = kernel_name(
             first, second, hardware=False, emulation="exact", device=self.state.device
         )
-        reason = "torch has no attention in FP8" if self.state.hardware else ""
-        return PrecisionRow(self.path, product, name, name, kernel, reason)
+        reasons = [self.decision.rule] if self.decision.rule else []
+        if self.state.hardware:
+            reasons.append("torch has no attention in FP8")
+        return PrecisionRow(self.path, product, name, name, kernel, "; ".join(reasons))
 
 
 def decide_attention(decision: Decision, choice: AttentionChoice) -> Decision:
@@ -311,4 +313,4 @@ def decide_attention(decision: Decision, choice: AttentionChoice) -> Decision:
                 " attention in high precision",
             )
         )
-    return decision
+    return Decision(recipe, rule=decision.rule)  # rules for single products are for linear layers

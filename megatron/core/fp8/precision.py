@@ -220,7 +220,7 @@ class LinearPrecision:
         first, second = (decision.recipe.format_of(role) for role in _OPERANDS[gemm])
         name = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
         if not self.active:
-            planned = self.suspended or self._warmup()
+            planned = self.suspended or self.state.waits(decision.rule)
             reason = planned or "FP8 is switched off at this step"
             return PrecisionRow(
                 self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(planned)
@@ -237,14 +237,6 @@ class LinearPrecision:
         if self.state.hardware and not decision.recipe.has_hardware_gemm:
             reasons.append("block scales have no hardware product in this release")
         return PrecisionRow(self.path, gemm, name, name, kernel, "; ".join(reasons))
-
-    def _warmup(self) -> str:
-        """Why the layer waits for FP8; empty if it does not."""
-        count = self.state.warmup_iters
-        if not self.state.is_warming_up:
-            return ""
-        rule = f"; {self.decision.rule}" if self.decision.rule else ""
-        return f"in FP8 from iteration {count + 1} (--fp8-warmup-iters {count}){rule}"
 
 
 def group_rows(experts: Sequence[LinearPrecision], path: str) -> list[PrecisionRow]:

@@ -274,6 +274,18 @@ class Fp8State:
         """Whether FP8 is off because the run has not come to it yet."""
         return bool(self.warmup_iters) and not self.enabled
 
+    def waits(self, rule: str = "") -> str:
+        """Why a layer that is to run in FP8 does not yet, for the table; empty if it is time.
+
+        Args:
+            rule: What gave the layer its recipe.
+        """
+        if not self.is_warming_up:
+            return ""
+        count = self.warmup_iters
+        behind = f"; {rule}" if rule else ""
+        return f"in FP8 from iteration {count + 1} (--fp8-warmup-iters {count}){behind}"
+
     def sync(self, axis: Axis | None = None, expert_axis: Axis | None = None) -> None:
         """Derive the next step's scales; call once per optimizer step on every rank.
 
