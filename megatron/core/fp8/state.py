@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.capability import has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
+from megatron.core.fp8.accumulation import emulation_of, refuse_hardware
 from megatron.core.fp8.amax import AmaxBook, refuse_missing
 from megatron.core.fp8.expert_state import stack_experts, take_experts
 from megatron.core.fp8.formats import Format
@@ -71,7 +72,7 @@ class Fp8State:
         expert_book: Those of the experts, which other ranks share; None as `book`.
         enabled: Whether forwards started now run in FP8. May be switched between steps.
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
-        emulation: `fast` or `exact`, where there is no FP8 hardware.
+        emulation: `fast`, `exact` or `hopper`, where there is no FP8 hardware.
         generation: Counts synchronisations; weights are quantized anew after each.
     """
 
@@ -96,6 +97,8 @@ class Fp8State:
         self.device, self.params_dtype = torch.device(device), params_dtype
         self.emulation = emulation
         self.hardware = has_fp8_hardware(self.device)
+        if self.hardware:
+            refuse_hardware(emulation, self.device)
         self.enabled = self.recipe is not None
         self.recording = True
         self.generation = 0
@@ -133,7 +136,7 @@ class Fp8State:
             policy,
             device=device,
             params_dtype=getattr(torch, config.params_dtype),
-            emulation=config.fp8_emulation,
+            emulation=emulation_of(config),
         )
 
     # -- building -------------------------------------------------------------------------------
