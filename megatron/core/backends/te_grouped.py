@@ -83,7 +83,7 @@ class _TeGroupedLinear(TeModule):
         if isinstance(precision.decision.recipe, Float8CurrentScaling) and version < oldest:
             raise PrecisionError(
                 complaint(
-                    "--fp8-recipe",
+                    precision.decision.rule or "--fp8-recipe",
                     "tensorwise with experts",
                     f"Transformer Engine {version[0]}.{version[1]} is installed, whose grouped"
                     " layers take delayed scaling only",

@@ -18,7 +18,7 @@ import torch
 
 from megatron.core.errors import MegatronError, complaint
 from megatron.core.fp8.gemm import Operand, gemm_nt, ready
-from megatron.core.fp8.linear import accumulates, weight_grad
+from megatron.core.fp8.linear import accumulates, input_operands, weight_grad, weight_operands
 from megatron.core.fp8.precision import LinearPrecision
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.row_codec import Arrival
@@ -171,23 +171,18 @@ def _forward(
         plain = x.to(weight.dtype)
         out.copy_(gemm_nt(plain, weight, out_dtype=weight.dtype))
         return plain if weight.requires_grad else None, weight
-    if row is None:
-        row = precision.quantizer(Role.INPUT).rowwise(x)
-    weight_row, weight_col = precision.quantize_weight(weight)
+    rows, kept = input_operands(x, weight, precision, made=row)
+    weight_row, weight_col = weight_operands(weight, precision)
     out.copy_(
         gemm_nt(
-            row,
+            rows,
             weight_row,
             out_dtype=weight.dtype,
             emulation=precision.state.emulation,
             fast_accum=True,
         )
     )
-    if not weight.requires_grad:
-        return None, weight_col
-    if not precision.decision.wgrad:
-        return x.to(weight.dtype), weight_col
-    return precision.quantizer(Role.INPUT).keep(x, row), weight_col
+    return kept, weight_col
 
 
 def _backward(
@@ -208,10 +203,12 @@ def _backward(
     if not dy.shape[0]:
         return partial(_no_weight_grad, weight) if wants_dw else None
     rows: Any = dy
-    in_fp8 = isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor)
-    one_cast = not in_fp8 or precision.quantizer(Role.GRAD_OUTPUT).transposable
-    if in_fp8 and (one_cast or dx is not None):
-        rows = made if made is not None else precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)
+    dgrad_in_fp8, wgrad_in_fp8 = (isinstance(o, QuantizedTensor) for o in (weight_col, x))
+    one_cast = dgrad_in_fp8 == wgrad_in_fp8
+    if dgrad_in_fp8:
+        quantizer = precision.quantizer(Role.GRAD_OUTPUT)
+        one_cast = wgrad_in_fp8 and quantizer.transposable
+        rows = quantizer.rowwise(dy) if made is None else made
     if soon and wants_dw and one_cast:
         rows = ready(rows)
     if dx is not None:

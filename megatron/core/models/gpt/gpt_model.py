@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _OUTSIDE_FP8 = (
     ("word_embeddings", "table lookup", "not an FP8 consumer: a lookup is no matrix product"),
-    ("core_attention", "softmax attention", "not an FP8 consumer: the recipes cover linear layers"),
 )
 _ROUTER = "not an FP8 consumer: --moe-router-dtype"
 
