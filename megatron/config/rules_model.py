@@ -11,6 +11,7 @@ from megatron.config.fp8_policy import recipes_in_use
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
 
+_ON_HOPPER = ("delayed", "tensorwise", "blockwise")  # recipes that Hopper has products for
 _AT_LEAST_ONE = (
     "num_layers",
     "hidden_size",
@@ -270,6 +271,7 @@ def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
         "fp8_amax_history_len",
         "fp8_amax_compute_algo",
         "fp8_wgrad",
+        "fp8_emulate_accumulation",
         "first_last_layers_bf16",
         "fp8_warmup_iters",
         "fp8_policy",
@@ -298,6 +300,35 @@ def history_belongs_to_delayed_scaling(c: Draft) -> Iterator[Problem]:
             ", ".join(str(c.values[n]) for n in (*changed, "fp8_recipe")),
             f"The recipe {c.fp8_recipe} measures each tensor as it is cast and keeps no history",
             f"Remove {' and '.join(flags)}, or use --fp8-recipe delayed",
+        )
+
+
+@rule
+def emulated_sums_are_those_of_hopper(c: Draft) -> Iterator[Problem]:
+    """Hopper's accumulation is emulated on the native backend, for recipes that Hopper has."""
+    if c.fp8_emulate_accumulation != "hopper" or c.fp8_format is None:
+        return
+    flag = "--fp8-emulate-accumulation"
+    if c.fp8_recipe not in _ON_HOPPER and "fp8_recipe" not in c.broken:
+        yield Problem(
+            (flag, "--fp8-recipe"),
+            f"hopper and {c.fp8_recipe}",
+            "Hopper has no products for this recipe",
+            f"Use --fp8-recipe {', '.join(_ON_HOPPER[:-1])} or {_ON_HOPPER[-1]}",
+        )
+    if c.transformer_impl == "transformer_engine":
+        yield Problem(
+            (flag, "--transformer-impl"),
+            "hopper and transformer_engine",
+            "Transformer Engine's products run on FP8 hardware and are not emulated",
+            "Use --transformer-impl native",
+        )
+    if c.given.get("fp8_emulation") == "fast":
+        yield Problem(
+            (flag, "--fp8-emulation"),
+            "hopper and fast",
+            "A fast product leaves the order of the sums to a library",
+            "Remove --fp8-emulation",
         )
 
 

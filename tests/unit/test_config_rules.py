@@ -77,6 +77,26 @@ REFUSED = [
     ({"fp8_amax_history_len": 16}, "--fp8-amax-history-len", ["--fp8-format"]),
     ({"fp8_wgrad": False}, "--no-fp8-wgrad", ["--fp8-format"]),
     (
+        {**FP8, "fp8_recipe": "mxfp8", "fp8_emulate_accumulation": "hopper"},
+        "--fp8-emulate-accumulation",
+        ["no products", "blockwise"],
+    ),
+    (
+        {**TE_FP8, "fp8_emulate_accumulation": "hopper"},
+        "--fp8-emulate-accumulation",
+        ["not emulated", "--transformer-impl native"],
+    ),
+    (
+        {**FP8, "fp8_emulate_accumulation": "hopper", "fp8_emulation": "fast"},
+        "--fp8-emulate-accumulation",
+        ["Remove --fp8-emulation"],
+    ),
+    (
+        {"fp8_emulate_accumulation": "hopper"},
+        "--fp8-emulate-accumulation",
+        ["Add --fp8-format"],
+    ),
+    (
         {**FP8, "fp8_recipe": "tensorwise", "fp8_amax_history_len": 16},
         "--fp8-amax-history-len",
         ["keeps no history", "Remove --fp8-amax-history-len", "--fp8-recipe delayed"],
@@ -609,7 +629,7 @@ ACCEPTED = [
     {**FP8, **ATTENTION, "fp8_recipe": "tensorwise", "recompute_granularity": "selective"},
     {**FP8},  # float32 parameters
     {**FP8, "fp16": True},
-    {**FP8, "fp8_recipe": "blockwise"},
+    {**FP8, "fp8_recipe": "blockwise", "fp8_emulate_accumulation": "hopper"},
     {**FP8, "fp8_recipe": "mxfp8", "first_last_layers_bf16": True},
     {**FP8, "seq_length": 31},  # the native backend pads inside the product
     {**FP8, "hidden_size": 60, "ffn_hidden_size": 100},

@@ -232,6 +232,7 @@ class LinearPrecision:
             emulation=self.state.emulation,
             device=self.state.device,
             exact_in_bf16=decision.recipe.exact_in_bf16,
+            split=gemm != "fprop" or isinstance(decision.recipe, BlockRecipe),
         )
         reasons = [decision.rule] if decision.rule else []
         if self.state.hardware and not decision.recipe.has_hardware_gemm:

@@ -12,6 +12,7 @@ from megatron.config import fp8_policy
 from megatron.core.capability import has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import resume
+from megatron.core.fp8.accumulation import emulation_of, refuse_hardware
 from megatron.core.fp8.amax import AmaxBook, refuse_missing
 from megatron.core.fp8.attention import (
     AttentionChoice,
@@ -104,7 +105,7 @@ class Fp8State:
         attention_book: Those of attention layers whose recipe has no history otherwise; or None.
         enabled: Whether forwards started now run in FP8. May be switched between steps.
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
-        emulation: `fast` or `exact`, where there is no FP8 hardware.
+        emulation: `fast`, `exact` or `hopper`, where there is no FP8 hardware.
         generation: Counts synchronisations; weights are quantized anew after each.
         warmup_iters: Iterations at the start of the run that are not in FP8.
     """
@@ -132,6 +133,8 @@ class Fp8State:
         self.device, self.params_dtype = torch.device(device), params_dtype
         self.emulation = emulation
         self.hardware = has_fp8_hardware(self.device)
+        if self.hardware:
+            refuse_hardware(emulation, self.device)
         self.enabled = self.recipe is not None
         self.warmup_iters = warmup_iters if self.enabled else 0
         self.recording = True
@@ -175,7 +178,7 @@ class Fp8State:
             policy,
             device=device,
             params_dtype=getattr(torch, config.params_dtype),
-            emulation=config.fp8_emulation,
+            emulation=emulation_of(config),
             warmup_iters=config.fp8_warmup_iters,
             attention=AttentionChoice(config.fp8_dot_product_attention, config.fp8_dpa_bwd),
         )
