@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config import (
     rules_data,
+    rules_fp8_dp,
     rules_model,
     rules_moe,
     rules_overlap,
@@ -22,6 +23,7 @@ _LISTED = (
     rules_model,
     rules_moe,
     rules_parallel,
+    rules_fp8_dp,
     rules_overlap,
     rules_pipeline,
     rules_training,

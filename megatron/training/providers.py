@@ -30,6 +30,8 @@ from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.checkpoint_config import read_common, saved_settings
 from megatron.training.initialize import Runtime
 
+_WIRE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -138,7 +140,8 @@ def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
         expert_dp_axis=mesh.edp_inner,
         outer_axis=mesh.dp_cp_outer,
         expert_outer_axis=mesh.edp_outer,
-        reduce_dtype=torch.bfloat16 if cfg.grad_reduce_in_bf16 else torch.float32,
+        reduce_dtype=_WIRE_TYPES[cfg.grad_reduce_dtype],
+        error_feedback=cfg.grad_reduce_error_feedback,
         sharded=cfg.use_distributed_optimizer,
         bucket_size=cfg.ddp_bucket_size,
         num_buckets=cfg.ddp_num_buckets,

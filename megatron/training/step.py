@@ -203,7 +203,7 @@ class TrainStep:
         self.iteration = iteration
         self._sums.zero_()
         self._batches.start(consumed_samples)
-        self.parts.ddp.zero_grad_buffer()
+        self.parts.ddp.zero_grad_buffer(self.parts.optimizer.backward_scale)
         if self._moe is not None:
             tokens = None
             if self._moe.needs_tokens:
@@ -214,6 +214,8 @@ class TrainStep:
         update = self.parts.optimizer.step(self._grad_norm, skip=skip)
         if update.success:
             self.parts.scheduler.step(self._batch_size)
+        else:
+            self.parts.ddp.drop_residual()
         report = MoeReport() if self._moe is None else self._moe.finish(update.success)
         return StepOutcome(self._loss, self._tokens, update, report)
 

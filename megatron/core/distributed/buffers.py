@@ -17,16 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.core.comm_log import GRADIENT_SYNC, PARAMETER_GATHER
+from megatron.core.comm_log import PARAMETER_GATHER
+from megatron.core.distributed.fp8_reduction import BLOCK, Fp8Reduction
+from megatron.core.distributed.reduction import PlainReduction, Ranks, Reduction, share
 from megatron.core.errors import MegatronError, complaint
 from megatron.core.mesh import Axis
 from megatron.core.shards import FlatRange
-from megatron.core.tensor_parallel.mappings import (
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
-from megatron.core.wire import Pending
+from megatron.core.tensor_parallel.mappings import start_all_gather
+from megatron.core.wire import FP8_DTYPES, Pending
 
 # So that no two parameters share a cache line, and vectorized arithmetic meets the same elements
 # together whoever owns them.
@@ -64,6 +62,7 @@ def plan_layout(
     *,
     num_shards: int | None = None,
     alone: Sequence[bool] = (),
+    block: int = 1,
 ) -> Layout:
     """Place parameters one after the other and cut between them.
 
@@ -73,9 +72,12 @@ def plan_layout(
         num_shards: Ranks that share each bucket in equal ranges; None for no sharding, which needs
             no padding.
         alone: For each parameter whether it has a bucket to itself.
+        block: Elements of which each range and each parameter gets a whole number.
     """
-    param_step = 1 if num_shards is None else _PARAM_ALIGNMENT
-    bucket_step = 1 if num_shards is None else math.lcm(num_shards, _BUCKET_ALIGNMENT)
+    param_step = math.lcm(block, 1 if num_shards is None else _PARAM_ALIGNMENT)
+    bucket_step = block
+    if num_shards is not None:
+        bucket_step = math.lcm(num_shards * block, _BUCKET_ALIGNMENT)
     offsets: list[int] = []
     buckets: list[tuple[int, int, int, int]] = []
     position = start = first = 0
@@ -95,6 +97,30 @@ def plan_layout(
     return Layout(tuple(offsets), tuple(buckets), position)
 
 
+@dataclass(frozen=True)
+class Wire:
+    """How gradients travel.
+
+    Attributes:
+        dtype: Their type; an FP8 one for `Fp8Reduction`.
+        feedback: In FP8: whether what rounding takes away is sent with the next step.
+    """
+
+    dtype: torch.dtype = torch.float32
+    feedback: bool = True
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether they travel in FP8."""
+        return self.dtype in FP8_DTYPES
+
+    def reduction(self, grads: torch.Tensor, ranks: Ranks) -> Reduction:
+        """The sum of a bucket."""
+        if self.is_fp8:
+            return Fp8Reduction(grads, ranks, self.feedback)
+        return PlainReduction(grads, ranks, self.dtype)
+
+
 class Bucket:
     """A range of a buffer that travels in one collective.
 
@@ -102,9 +128,11 @@ class Bucket:
         grads: The bucket's gradients, fp32 `[elements]`.
         values: The bucket's parameters `[elements]` when they are sharded, else None.
         params: The parameters in it.
-        axis: Ranks that share it.
-        outer: Ranks of other groups that own the same range; none without sharding.
-        reduce_dtype: Type of gradients on the wire.
+        ranks: Who shares it.
+        wire: How gradients travel.
+
+    Attributes:
+        reduction: Sums the gradients.
     """
 
     def __init__(
@@ -112,19 +140,13 @@ class Bucket:
         grads: torch.Tensor,
         values: torch.Tensor | None,
         params: Sequence[nn.Parameter],
-        axis: Axis,
-        outer: Axis,
-        reduce_dtype: torch.dtype,
+        ranks: Ranks,
+        wire: Wire,
     ) -> None:
         self.params = list(params)
-        self._grads, self._values = grads, values
-        self._axis, self._outer, self._reduce_dtype = axis, outer, reduce_dtype
-        self._own = slice(None)
-        if values is not None:
-            self._own = _share(grads.numel(), axis.size, axis.rank)
-        self._wire: torch.Tensor | None = None
-        self._reducing: Pending | None = None
-        self._is_inner_sum = False
+        self._grads, self._values, self._ranks = grads, values, ranks
+        self._own = ranks.own(grads.numel())
+        self.reduction = wire.reduction(grads, ranks)
         self._gathering: Pending | None = None
         self.missing = len(self.params)
         self.is_launched = False
@@ -159,36 +181,16 @@ class Bucket:
     def start_reduce(self) -> None:
         """Start to sum the gradients over the ranks."""
         self.is_launched = True
-        if self._axis.size == 1 and self._outer.size == 1:
-            return
-        low = self._reduce_dtype != self._grads.dtype
-        self._wire = wire = self._grads.to(self._reduce_dtype) if low else self._grads
-        self._is_inner_sum = self._outer.size > 1
-        if self._axis.size == 1:
-            self.continue_reduce()
-        elif self._values is None:
-            self._reducing = start_all_reduce(wire, self._axis, GRADIENT_SYNC)
-        else:
-            own = wire[self._own]
-            self._reducing = start_reduce_scatter(own, wire, self._axis, GRADIENT_SYNC)
+        if not self._ranks.alone:
+            self.reduction.start()
 
     def continue_reduce(self) -> None:
-        """Start to add up the sums of several groups, when those of this one are there."""
-        if not self._is_inner_sum or self._wire is None:
-            return
-        if self._reducing is not None:
-            self._reducing.wait()
-        self._is_inner_sum = False
-        self._reducing = start_all_reduce(self._wire[self._own], self._outer, GRADIENT_SYNC)
+        """Start what follows on the first exchange, when that is over."""
+        self.reduction.proceed()
 
     def finish_reduce(self) -> None:
         """Wait for the sums; they are then in this rank's range."""
-        self.continue_reduce()
-        if self._reducing is not None:
-            self._reducing.wait()
-        if self._wire is not None and self._wire is not self._grads:
-            self._grads[self._own].copy_(self._wire[self._own])
-        self._reducing = self._wire = None
+        self.reduction.finish()
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply the gradients of this rank's range."""
@@ -198,9 +200,10 @@ class Bucket:
         """Start to fetch the other ranks' ranges of the parameters."""
         if self._values is None:
             return
-        if self._axis.size > 1:
+        inner = self._ranks.inner
+        if inner.size > 1:
             own = self._values[self._own]
-            self._gathering = start_all_gather(self._values, own, self._axis, PARAMETER_GATHER)
+            self._gathering = start_all_gather(self._values, own, inner, PARAMETER_GATHER)
         else:
             self._announce()
 
@@ -218,11 +221,6 @@ class Bucket:
             torch.autograd.graph.increment_version(param)
 
 
-def _share(elements: int, shards: int, rank: int) -> slice:
-    share = elements // shards
-    return slice(rank * share, (rank + 1) * share)
-
-
 class GradBuffer:
     """Gradients of parameters that are summed over the same ranks, in one flat tensor.
 
@@ -232,10 +230,11 @@ class GradBuffer:
     Args:
         params: Parameters of one type, in model order.
         axis: Ranks that hold copies of them; with several groups, those of this group.
-        reduce_dtype: Type of gradients on the wire.
+        reduce_dtype: Type of gradients on the wire; an FP8 one for `Fp8Reduction`.
         outer: Ranks of other groups that own the same ranges; None for one group.
         bucket_size: Elements of a bucket; None for the default.
         sharded: Whether each rank owns a range of every bucket.
+        feedback: See `Wire`.
 
     Attributes:
         flat: All gradients, fp32 `[elements]`.
@@ -252,17 +251,25 @@ class GradBuffer:
         outer: Axis | None = None,
         bucket_size: int | None = None,
         sharded: bool = False,
+        feedback: bool = True,
     ) -> None:
+        wire = Wire(reduce_dtype, feedback)
         self.params = list(reversed(params))
         self.axis, self.sharded = axis, sharded
         self.outer = outer or Axis.single("outer")
         # Two pipeline stages may hold copies of one embedding, and sum its gradient range by range:
         # in a bucket of its own it is cut at the same places on both.
+        ranks = Ranks(axis, self.outer, sharded)
+        num_shards = axis.size if sharded else None
+        if wire.is_fp8 and not ranks.alone:
+            # Of the exchange, that is; see `Fp8Reduction`.
+            num_shards = axis.size if axis.size > 1 else self.outer.size
         layout = plan_layout(
             [p.numel() for p in self.params],
             bucket_size or default_bucket_size(axis.size),
-            num_shards=axis.size if sharded else None,
+            num_shards=num_shards,
             alone=[sharded and getattr(p, "shared_embedding", False) for p in self.params],
+            block=BLOCK if wire.is_fp8 else 1,
         )
         device = self.params[0].device if self.params else None
         self.flat = torch.zeros(layout.elements, dtype=torch.float32, device=device)
@@ -280,21 +287,26 @@ class GradBuffer:
                 self.flat[start:stop],
                 None if self._values is None else self._values[start:stop],
                 self.params[first:last],
-                axis,
-                self.outer,
-                reduce_dtype,
+                ranks,
+                wire,
             )
             for start, stop, first, last in layout.buckets
         ]
+        self._places = {
+            self.params[index]: (bucket, slice(begin, begin + self.params[index].numel()))
+            for bucket, (start, _, first, last) in zip(self.buckets, layout.buckets, strict=True)
+            for index, begin in ((i, layout.offsets[i] - start) for i in range(first, last))
+        }
         self._layout = layout
         self._owned = self.ranges_of(axis.rank)
 
     def ranges_of(self, rank: int) -> dict[nn.Parameter, FlatRange]:
         """Return which elements of every parameter a rank of the axis owns: all if not sharded."""
         owned = {}
-        shards = self.axis.size if self.sharded else 1
         for start, stop, first, last in self._layout.buckets:
-            own = _share(stop - start, shards, rank if self.sharded else 0)
+            own = slice(0, stop - start)
+            if self.sharded:
+                own = share(stop - start, self.axis, rank)
             for index in range(first, last):
                 param, offset = self.params[index], self._layout.offsets[index] - start
                 low = min(max(own.start - offset, 0), param.numel())
@@ -306,9 +318,14 @@ class GradBuffer:
         """Return which elements of a parameter this rank reduces and updates; maybe none."""
         return self._owned[param]
 
-    def zero(self) -> None:
-        """Forget all gradients."""
-        self.flat.zero_()
+    def zero(self, factor: float) -> None:
+        """Forget the gradients of the last step; see `Reduction.clear`."""
+        for bucket in self.buckets:
+            bucket.reduction.clear(factor)
+
+    def place(self, param: nn.Parameter) -> tuple[Bucket, slice]:
+        """Return the bucket of a parameter and where the parameter lies in it."""
+        return self._places[param]
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply the gradients that this rank keeps."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.buffers import Bucket, GradBuffer
+from megatron.core.distributed.fp8_reduction import Fp8Reduction
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import Axis
 from megatron.core.shards import FlatRange, is_expert
@@ -44,7 +45,8 @@ class DistributedDataParallel(nn.Module):
         outer_axis: With `sharded`: if `dp_axis` is one of several groups of replicas, each of which
             shares all ranges, the ranks of all groups that own the same ranges.
         expert_outer_axis: The same for expert parameters.
-        reduce_dtype: Type of gradients on the wire.
+        reduce_dtype: Type of gradients on the wire; an FP8 one for `Fp8Reduction`.
+        error_feedback: In FP8: send what rounding takes away with the next step.
         sharded: Whether each rank owns a range of every bucket (the distributed optimizer).
         bucket_size: Elements of one bucket; None for the default or for `num_buckets`.
         num_buckets: About how many buckets to make, of dense and expert parameters together.
@@ -64,6 +66,7 @@ class DistributedDataParallel(nn.Module):
         outer_axis: Axis | None = None,
         expert_outer_axis: Axis | None = None,
         reduce_dtype: torch.dtype = torch.float32,
+        error_feedback: bool = True,
         sharded: bool = False,
         bucket_size: int | None = None,
         num_buckets: int | None = None,
@@ -81,7 +84,13 @@ class DistributedDataParallel(nn.Module):
         dense, expert = (dp_axis, outer_axis), (expert_dp_axis or dp_axis, expert_outer_axis)
         self.buffers_by_axis = [
             GradBuffer(
-                params, axis, reduce_dtype, outer=outer, bucket_size=bucket_size, sharded=sharded
+                params,
+                axis,
+                reduce_dtype,
+                outer=outer,
+                bucket_size=bucket_size,
+                sharded=sharded,
+                feedback=error_feedback,
             )
             for (axis, outer), params in _by_kind(trained, dense, expert)
         ]
@@ -96,6 +105,7 @@ class DistributedDataParallel(nn.Module):
         }
         self._is_last_backward = False
         self._next_bucket = 0
+        self._loss_scale = 1.0
         self._accumulators: list[Any] = []
         self._weight_grads = weight_grads
         if weight_grads is not None and overlap_reduce:
@@ -119,10 +129,15 @@ class DistributedDataParallel(nn.Module):
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def zero_grad_buffer(self) -> None:
-        """Forget all gradients; call it before the first microbatch of a step."""
+    def zero_grad_buffer(self, loss_scale: float = 1.0) -> None:
+        """Forget all gradients; call it before the first microbatch of a step.
+
+        Args:
+            loss_scale: Factor with which the step's backward passes start.
+        """
+        factor, self._loss_scale = loss_scale / self._loss_scale, loss_scale
         for buffer in self.buffers_by_axis:
-            buffer.zero()
+            buffer.zero(factor)
         for param in self.trained_params:
             param.grad = None
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -158,6 +173,52 @@ class DistributedDataParallel(nn.Module):
         """Multiply the gradients that this rank keeps."""
         for buffer in self.buffers_by_axis:
             buffer.scale(factor)
+
+    # -- what FP8 reductions keep for the next step ------------------------------------------------
+
+    def drop_residual(self) -> None:
+        """Say that the step is not taken, so that nothing of its gradients is to be sent later."""
+        for reduction in self._fp8_reductions():
+            reduction.drop()
+
+    def settle_residual(self) -> None:
+        """Let owners of ranges have what all ranks keep, before it is saved. Collective."""
+        for reduction in self._fp8_reductions():
+            reduction.settle(self._loss_scale)
+        self._loss_scale = 1.0
+
+    def residual(self, param: nn.Parameter) -> tuple[torch.Tensor, FlatRange] | None:
+        """What is kept of a parameter's gradient, flat, and which elements that is.
+
+        To be read after `settle_residual`, or to be written into after `expect_residual`. None if
+        nothing is kept.
+        """
+        bucket, place = self._buffer_of[param].place(param)
+        reduction = bucket.reduction
+        kept = reduction.kept() if isinstance(reduction, Fp8Reduction) else None
+        if kept is None or not isinstance(reduction, Fp8Reduction):
+            return None
+        own = FlatRange(0, param.numel())
+        if reduction.residual is None:
+            own = self.owned_range(param)
+        return kept[place][own.start : own.stop], own
+
+    def expect_residual(self) -> None:
+        """Prepare for `residual` to be written into; what is not written is zero."""
+        self._loss_scale = 1.0
+        for reduction in self._fp8_reductions():
+            reduction.expect_kept()
+
+    def residual_tensors(self) -> list[torch.Tensor]:
+        """Return the memory that residuals take beside the gradient buffers."""
+        found = (reduction.residual for reduction in self._fp8_reductions())
+        return [residual for residual in found if residual is not None]
+
+    def _fp8_reductions(self) -> list[Fp8Reduction]:
+        found = (bucket.reduction for bucket in self._buckets)
+        return [reduction for reduction in found if isinstance(reduction, Fp8Reduction)]
+
+    # -- arrival of gradients ----------------------------------------------------------------------
 
     def _watch(self, param: nn.Parameter) -> None:
         """Notice when backward is done with a parameter.
