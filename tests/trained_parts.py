@@ -46,14 +46,16 @@ def store(cfg, mesh, parts):
     progress = Progress(iteration=2)
     return save_checkpoint(
         cfg, mesh, model=parts.model, optimizer=parts.optimizer, scheduler=parts.scheduler,
-        fp8=parts.fp8, progress=progress, say=lambda line: None,
+        fp8=parts.fp8, progress=progress, residual=parts.residual(mesh),
+        say=lambda line: None,
     )  # fmt: skip
 
 
 def fetch(cfg, mesh, parts):
     assert load_checkpoint(
         cfg, mesh, model=parts.model, optimizer=parts.optimizer, scheduler=parts.scheduler,
-        fp8=parts.fp8, progress=Progress(), say=lambda line: None,
+        fp8=parts.fp8, progress=Progress(), residual=parts.residual(mesh),
+        say=lambda line: None,
     )  # fmt: skip
 
 

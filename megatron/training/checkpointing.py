@@ -28,6 +28,8 @@ from megatron.core.mesh import ParallelState
 from megatron.core.shards import FlatRange
 from megatron.training import checkpoint_config, fp8_entries, random_state
 from megatron.training.progress import Progress
+from megatron.training.residual_entries import PREFIX as RESIDUAL_PREFIX
+from megatron.training.residual_entries import Residual
 
 Say = Callable[[str], None]
 CHECKPOINT_VERSION = 3.0
@@ -101,6 +103,7 @@ def save_checkpoint(
     scheduler: Scheduler | None,
     fp8: Stateful | None,
     progress: Progress,
+    residual: Residual | None = None,
     say: Say = print_line,
 ) -> Path:
     """Write a checkpoint of the run's present state below ``--save``.
@@ -115,6 +118,7 @@ def save_checkpoint(
         scheduler: None to leave it out.
         fp8: FP8 state, None without.
         progress: The counters.
+        residual: What FP8 gradient reductions keep, None without.
         say: Receives the lines to show, on the first rank only.
 
     Returns:
@@ -142,6 +146,9 @@ def save_checkpoint(
     if optimizer is not None and not cfg.no_save_optim:
         named, owned = optimizer.named_state(), optimizer.owned_ranges
         tensors.update(schema.optimizer_state(named, bare, mesh, stacking, owned))
+    if residual is not None:
+        kept = residual.settle(stacking)
+        tensors.update({} if cfg.no_save_optim else kept)
     places = fp8_entries.Places.of(cfg, mesh)
     tree, fp8_tensors = fp8_entries.split(fp8.state_dict() if fp8 else {}, places)
     tensors.update(fp8_tensors)
@@ -155,6 +162,8 @@ def save_checkpoint(
     if not cfg.no_save_rng:
         blobs[_rng_key(mesh)] = plain.dump(random_state.capture())
     saved = io.save(Path(cfg.save), iteration, tensors, blobs, peers, assets)
+    if residual is not None:
+        residual.hand_out()
     if peers.leads:
         rate = saved.size_bytes / max(saved.seconds, 1e-9) / 1e6
         say(
@@ -265,6 +274,7 @@ def load_checkpoint(
     scheduler: Scheduler | None,
     fp8: Stateful | None,
     progress: Progress,
+    residual: Residual | None = None,
     say: Say = print_line,
 ) -> bool:
     """Continue from the checkpoint that ``--load`` means.
@@ -279,6 +289,7 @@ def load_checkpoint(
         scheduler: None to leave it alone.
         fp8: FP8 state, None without.
         progress: Receives the counters.
+        residual: What FP8 gradient reductions keep, None without.
         say: Receives the lines to show, on the first rank only.
 
     Returns:
@@ -305,6 +316,7 @@ def load_checkpoint(
         progress.update(common.get("progress") or _megatron_progress(common))
     peers.attempt(lambda: _load_schedule(loading, optimizer, scheduler))
     peers.attempt(lambda: _load_fp8(loading, fp8))
+    peers.attempt(lambda: _load_residual(loading, residual))
     peers.attempt(lambda: _load_random_state(loading))
     loading.note(
         f"  successfully loaded checkpoint from {cfg.load} "
@@ -497,6 +509,24 @@ def _load_fp8(loading: _Loading, fp8: Stateful | None) -> None:
     saved = fp8_entries.join(loading.common.get("fp8") or {}, loading.reader, places)
     for sentence in fp8.load_state_dict(saved) or ():
         loading.note(sentence)
+
+
+def _load_residual(loading: _Loading, residual: Residual | None) -> None:
+    if loading.weights_only or loading.cfg.no_load_optim:
+        return
+    reader = loading.reader
+    stored = any(key.startswith(RESIDUAL_PREFIX) for key in reader.tensors)
+    if residual is None:
+        if stored:
+            loading.note(
+                "  NOTE: what the saved run kept of its FP8 gradients for the next step is not "
+                "used: this run does not reduce gradients so (--grad-reduce-dtype fp8)."
+            )
+        return
+    stacking = checkpoint_config.stacking_of(loading.cfg).as_in(reader.tensors)
+    if stored:
+        count = residual.load(reader, stacking)
+        loading.note(f"  loaded what was kept of FP8 gradients: {count} tensors on this rank")
 
 
 def _load_random_state(loading: _Loading) -> None:

@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.checkpoint_config import read_common, saved_settings
 from megatron.training.initialize import Runtime
+from megatron.training.residual_entries import Residual
 
 _WIRE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
@@ -54,6 +55,10 @@ class Parts:
     fp8: Fp8State
     rng: RngStreams
     weight_grads: WeightGradQueue | None = None
+
+    def residual(self, mesh: ParallelState) -> Residual | None:
+        """What FP8 gradient reductions keep for the next step; None if they keep nothing."""
+        return Residual(self.ddp, mesh) if self.ddp.keeps_residual else None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from megatron.core.distributed.fp8_reduction import Fp8Reduction
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import Axis
 from megatron.core.shards import FlatRange, is_expert
+from megatron.core.wire import FP8_DTYPES
 
 
 class DistributedDataParallel(nn.Module):
@@ -36,6 +37,9 @@ class DistributedDataParallel(nn.Module):
     With `sharded`, a rank ends up with the summed gradient of its own range of each bucket only
     (the rest of `main_grad` is then of no use), and after an update of these ranges
     `gather_params` makes the parameters whole again.
+
+    Attributes:
+        keeps_residual: Whether FP8 reductions keep something for the next step.
 
     Args:
         module: The model; its parameters exist and stay the same objects.
@@ -78,6 +82,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.sharded = sharded
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
+        self.keeps_residual = reduce_dtype in FP8_DTYPES and error_feedback
         trained = [p for p in module.parameters() if p.requires_grad]
         if num_buckets is not None and bucket_size is None:
             bucket_size = max(1, -(-sum(p.numel() for p in trained) // num_buckets))
@@ -182,20 +187,29 @@ class DistributedDataParallel(nn.Module):
             reduction.drop()
 
     def settle_residual(self) -> None:
-        """Let owners of ranges have what all ranks keep, before it is saved. Collective."""
+        """Let owners of ranges have what all ranks keep, before it is saved. Collective.
+
+        `hand_out_residual` afterwards.
+        """
         for reduction in self._fp8_reductions():
             reduction.settle(self._loss_scale)
         self._loss_scale = 1.0
 
-    def residual(self, param: nn.Parameter) -> tuple[torch.Tensor, FlatRange] | None:
-        """What is kept of a parameter's gradient, flat, and which elements that is.
+    def expect_residual(self) -> None:
+        """Prepare for `residual` to be written into; `hand_out_residual` afterwards."""
+        self._loss_scale = 1.0
+        for reduction in self._fp8_reductions():
+            reduction.expect()
 
-        To be read after `settle_residual`, or to be written into after `expect_residual`. None if
-        nothing is kept.
+    def residual(self, param: nn.Parameter) -> tuple[torch.Tensor, FlatRange] | None:
+        """What ranks keep of a parameter's gradient together, and which elements this rank has.
+
+        Between `settle_residual` or `expect_residual` and `hand_out_residual`; flat, maybe empty.
+        None if nothing is kept.
         """
         bucket, place = self._buffer_of[param].place(param)
         reduction = bucket.reduction
-        kept = reduction.kept() if isinstance(reduction, Fp8Reduction) else None
+        kept = reduction.settled() if isinstance(reduction, Fp8Reduction) else None
         if kept is None or not isinstance(reduction, Fp8Reduction):
             return None
         own = FlatRange(0, param.numel())
@@ -203,11 +217,10 @@ class DistributedDataParallel(nn.Module):
             own = self.owned_range(param)
         return kept[place][own.start : own.stop], own
 
-    def expect_residual(self) -> None:
-        """Prepare for `residual` to be written into; what is not written is zero."""
-        self._loss_scale = 1.0
+    def hand_out_residual(self) -> None:
+        """Leave it with the rank that sends it; the next step sends it without rounding."""
         for reduction in self._fp8_reductions():
-            reduction.expect_kept()
+            reduction.hand_out()
 
     def residual_tensors(self) -> list[torch.Tensor]:
         """Return the memory that residuals take beside the gradient buffers."""

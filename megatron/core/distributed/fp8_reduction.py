@@ -93,10 +93,10 @@ class Fp8Reduction:
         # Every rank needs all sums of `_axis`.
         self._whole = not (ranks.sharded and within)
         self._mine = share(grads.numel(), self._axis)
+        self._keeps = feedback and not ranks.alone
         self.residual: torch.Tensor | None = None
-        if feedback and self._whole and not ranks.alone:
+        if self._keeps and self._whole:
             self.residual = torch.zeros_like(grads)
-        self._alone = ranks.alone
         self._settled = self._dropped = False
         self._arrived = grads.new_empty(0, dtype=torch.uint8)
         self._sums: torch.Tensor | None = None
@@ -110,25 +110,19 @@ class Fp8Reduction:
         """See `Reduction`; what is kept of the last step stays, unless it was not taken."""
         settled, self._settled = self._settled, False
         dropped, self._dropped = self._dropped, False
-        if self._alone or dropped or not self._feedback:
-            self._grads.zero_()
-            if self.residual is not None:
-                self.residual.zero_()
-            return
-        kept = self._grads if self.residual is None else self.residual
         if self.residual is not None:
             self._grads.zero_()
-            if settled:  # all ranks know all of it; each adds its own range
-                self._zero_others(kept)
-        elif not settled or (self._outer is not None and not self._outer.is_first):
-            kept[self._mine].zero_()  # the last step's sums, or what another group has as well
+            if dropped:
+                self.residual.zero_()
+        elif dropped or not (settled or self._keeps):
+            self._grads.zero_()
+        elif not settled:
+            self._grads[self._mine].zero_()  # the last step's sums
         if factor != 1.0:
-            kept.mul_(factor)
+            self._kept().mul_(factor)
 
     def start(self) -> None:
         """See `Reduction`."""
-        if self._alone:
-            return
         axis, elements = self._axis, self._grads.numel() // self._axis.size
         if self.residual is not None:
             self._grads.add_(self.residual)
@@ -211,49 +205,57 @@ class Fp8Reduction:
     def settle(self, scale: float) -> None:
         """Hand what all ranks keep to the owners, before it is saved. Collective.
 
-        The next step sends it without rounding. Until then `kept` is what a checkpoint needs.
-
         Args:
             scale: Factor on the loss of the last step, taken out.
         """
-        if self._alone or not self._feedback:
+        if not (self._keeps or self._settled):
             return
         if self._dropped:
             self.clear(1.0)
-        elif not self._settled:
-            self._to_owners()
+        elif self.residual is None and not self._settled:
+            self._grads[self._mine].zero_()  # the last step's sums
         self._settled = True
-        kept = self._grads if self.residual is None else self.residual
+        self._to_owners()
         if scale != 1.0:
-            kept.div_(scale)
+            self._kept().div_(scale)
 
     def _to_owners(self) -> None:
+        """Add up what ranks keep; if it was handed out already, all but one keep zeros."""
         if self.residual is not None:
             start_all_reduce(self.residual, self._axis, GRADIENT_SYNC).wait()
             return
-        kept, own = self._grads, self._grads[self._mine]
-        own.zero_()  # the sums of the last step
-        start_reduce_scatter(own, kept, self._axis, GRADIENT_SYNC).wait()
+        own = self._grads[self._mine]
+        if self._axis.size > 1:
+            start_reduce_scatter(own, self._grads, self._axis, GRADIENT_SYNC).wait()
+            self._zero_others(self._grads)
         if self._outer is not None and self._outer.size > 1:
             start_all_reduce(own, self._outer, GRADIENT_SYNC).wait()
-        self._zero_others(kept)
 
-    def kept(self) -> torch.Tensor | None:
-        """What is kept of the whole bucket, to be read after `settle` or to be written into.
+    def settled(self) -> torch.Tensor | None:
+        """What is kept of the bucket, after `settle`, or after `expect` to be written into.
 
-        With `residual` all of it, on every rank; otherwise of this rank's range. None if nothing
-        is kept.
+        With `residual` all of it, on every rank; otherwise of this rank's range, and zeros. None
+        if there is nothing.
         """
-        if self._alone or not self._feedback:
-            return None
-        return self._grads if self.residual is None else self.residual
+        return self._kept() if self._settled else None
 
-    def expect_kept(self) -> None:
-        """Prepare for `kept` to be written: what is not written is zero."""
-        kept = self.kept()
-        if kept is not None:
-            kept.zero_()
+    def expect(self) -> None:
+        """Prepare for `settled` to be written into: what is not written is zero."""
+        if self._feedback:
             self._settled, self._dropped = True, False
+            self._kept().zero_()
+
+    def hand_out(self) -> None:
+        """Leave what is kept with one rank only; the next step sends it, without rounding."""
+        if not self._settled:
+            return
+        if self.residual is not None:
+            self._zero_others(self.residual)
+        elif self._outer is not None and not self._outer.is_first:
+            self._grads.zero_()
+
+    def _kept(self) -> torch.Tensor:
+        return self._grads if self.residual is None else self.residual
 
     def _zero_others(self, kept: torch.Tensor) -> None:
         kept[: self._mine.start].zero_()

@@ -20,7 +20,7 @@ class Footprint:
 
     Attributes:
         weights: Parameters, with the padding of the buffer they may live in.
-        gradients: The fp32 buffers.
+        gradients: The fp32 buffers, and what FP8 reductions keep beside them.
         optimizer: Masters, moments and what else the optimizer keeps.
         fp8: Scales and histories of magnitudes.
     """
@@ -58,12 +58,19 @@ def _fp8_tensors(parts: Parts) -> list[torch.Tensor]:
     return [tensor for book in parts.fp8.books for tensor in (book.history, book.scale)]
 
 
+def _gradient_tensors(parts: Parts) -> list[torch.Tensor]:
+    return [
+        *(buffer.flat for buffer in parts.ddp.buffers_by_axis),
+        *parts.ddp.residual_tensors(),
+    ]
+
+
 def kept_tensors(parts: Parts) -> list[torch.Tensor]:
     """Return every tensor that `footprint` counts, and the model's buffers."""
     return [
         *parts.model.parameters(),
         *parts.model.buffers(),
-        *(buffer.flat for buffer in parts.ddp.buffers_by_axis),
+        *_gradient_tensors(parts),
         *_optimizer_tensors(parts.optimizer),
         *_fp8_tensors(parts),
     ]
@@ -74,7 +81,7 @@ def footprint(parts: Parts) -> Footprint:
     weights = list(parts.model.parameters())
     return Footprint(
         weights=_bytes(weights),
-        gradients=_bytes(buffer.flat for buffer in parts.ddp.buffers_by_axis),
+        gradients=_bytes(_gradient_tensors(parts)),
         optimizer=_bytes(_optimizer_tensors(parts.optimizer), but=weights),
         fp8=_bytes(_fp8_tensors(parts)),
     )
