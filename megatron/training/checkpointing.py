@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.core.dist_checkpointing import directory as place
@@ -57,8 +57,11 @@ class Optimizer(Protocol):
     def load_scalars(self, values: Mapping[str, Any]) -> None:
         """Take over what ``scalars`` returned."""
 
-    def reload_model_params(self) -> None:
-        """Take the masters from the model's parameters."""
+    def reload_model_params(self, fp8_values: Any = None) -> None:
+        """Take the masters from the model's parameters, and from ``fp8_values``."""
+
+    def fp8_values(self) -> dict[str, tuple[Tensor, FlatRange]]:
+        """Return copies of weights that rest in FP8, rounded from this rank's masters."""
 
 
 class Scheduler(Protocol):
@@ -141,7 +144,8 @@ def save_checkpoint(
         )
     bare = _bare(model)
     stacking = checkpoint_config.stacking_of(cfg)
-    tensors = schema.model_state(bare, mesh, stacking)
+    in_fp8 = optimizer.fp8_values() if optimizer is not None else {}
+    tensors = schema.model_state(bare, mesh, stacking, in_fp8)
     blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
     if optimizer is not None and not cfg.no_save_optim:
         named, owned = optimizer.named_state(), optimizer.owned_ranges
@@ -437,13 +441,14 @@ def _megatron_progress(common: Mapping[str, Any]) -> dict[str, Any]:
 def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | None) -> None:
     cfg, mesh, reader = loading.cfg, loading.mesh, loading.reader
     stacking = checkpoint_config.stacking_of(cfg).as_in(reader.tensors)
-    wanted = schema.model_state(model, mesh, stacking)
+    in_fp8 = optimizer.fp8_values() if optimizer is not None else {}
+    wanted = schema.model_state(model, mesh, stacking, in_fp8)
     _check_tensors(loading, wanted, _stored(reader, schema.is_model_key), "the model")
     num_bytes = loading.peers.attempt(lambda: reader.load(wanted))
     counts = f"{len(wanted)} model tensors"
     if optimizer is not None:
         if loading.weights_only or cfg.no_load_optim:
-            optimizer.reload_model_params()
+            optimizer.reload_model_params(in_fp8)
         else:
             named, owned = optimizer.loadable_state(), optimizer.owned_ranges
             state = schema.optimizer_state(named, model, mesh, stacking, owned)

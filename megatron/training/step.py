@@ -201,6 +201,7 @@ class TrainStep:
             consumed_samples: Samples read before it; the data depend on it.
         """
         self.iteration = iteration
+        self.parts.optimizer.refresh_model_params()
         self._sums.zero_()
         self._batches.start(consumed_samples)
         self.parts.ddp.zero_grad_buffer(self.parts.optimizer.backward_scale)
@@ -257,7 +258,9 @@ class TrainStep:
 @torch.no_grad()
 def parameters_are_finite(parts: Parts, world: Axis) -> bool:
     """Return whether every parameter on every rank is a number. Collective."""
-    finite = [torch.isfinite(p).all() for p in parts.model.parameters()]
+    held = [p for p in parts.model.parameters() if not parts.ddp.is_in_fp8(p)]
+    held += [slot.master for slot in parts.optimizer.slots if parts.ddp.is_in_fp8(slot.param)]
+    finite = [torch.isfinite(tensor).all() for tensor in held]
     flag = torch.stack(finite).all().float().reshape(1)
     return bool(all_reduce_(flag, world, "min").item())
 
@@ -290,6 +293,7 @@ def evaluate(
     work = _Evaluation(runtime, parts, source)
     runner = Runner(work, transport=pipes_of(cfg, runtime))
     actions = checked_schedule(cfg, training=False)[mesh.pp.rank]
+    parts.optimizer.refresh_model_params()
     parts.ddp.eval()
     try:
         with parts.fp8.not_recording():

@@ -11,20 +11,21 @@ all ranges, the sums of a range are then added up over the ranks that own it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatron.core.comm_log import PARAMETER_GATHER
-from megatron.core.distributed.fp8_reduction import BLOCK, Fp8Reduction
-from megatron.core.distributed.reduction import PlainReduction, Ranks, Reduction, share
-from megatron.core.errors import MegatronError, complaint
+from megatron.core.distributed.bucket import Bucket, Wire
+from megatron.core.distributed.fp8_params import Fp8Bucket, store
+from megatron.core.distributed.fp8_reduction import BLOCK
+from megatron.core.distributed.reduction import Ranks, share
+from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.primary import Fp8Weight
 from megatron.core.mesh import Axis
 from megatron.core.shards import FlatRange
-from megatron.core.tensor_parallel.mappings import start_all_gather
-from megatron.core.wire import FP8_DTYPES, Pending
 
 # So that no two parameters share a cache line, and vectorized arithmetic meets the same elements
 # together whoever owns them.
@@ -97,130 +98,6 @@ def plan_layout(
     return Layout(tuple(offsets), tuple(buckets), position)
 
 
-@dataclass(frozen=True)
-class Wire:
-    """How gradients travel.
-
-    Attributes:
-        dtype: Their type; an FP8 one for `Fp8Reduction`.
-        feedback: In FP8: whether what rounding takes away is sent with the next step.
-    """
-
-    dtype: torch.dtype = torch.float32
-    feedback: bool = True
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether they travel in FP8."""
-        return self.dtype in FP8_DTYPES
-
-    def reduction(self, grads: torch.Tensor, ranks: Ranks) -> Reduction:
-        """The sum of a bucket."""
-        if self.is_fp8:
-            return Fp8Reduction(grads, ranks, self.feedback)
-        return PlainReduction(grads, ranks, self.dtype)
-
-
-class Bucket:
-    """A range of a buffer that travels in one collective.
-
-    Args:
-        grads: The bucket's gradients, fp32 `[elements]`.
-        values: The bucket's parameters `[elements]` when they are sharded, else None.
-        params: The parameters in it.
-        ranks: Who shares it.
-        wire: How gradients travel.
-
-    Attributes:
-        reduction: Sums the gradients.
-    """
-
-    def __init__(
-        self,
-        grads: torch.Tensor,
-        values: torch.Tensor | None,
-        params: Sequence[nn.Parameter],
-        ranks: Ranks,
-        wire: Wire,
-    ) -> None:
-        self.params = list(params)
-        self._grads, self._values, self._ranks = grads, values, ranks
-        self._own = ranks.own(grads.numel())
-        self.reduction = wire.reduction(grads, ranks)
-        self._gathering: Pending | None = None
-        self.missing = len(self.params)
-        self.is_launched = False
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether parameters are on their way, so that nobody may read them yet."""
-        return self._gathering is not None
-
-    def expect_gradients(self) -> None:
-        """Count again how many parameters' gradients are not there yet."""
-        self.missing, self.is_launched = len(self.params), False
-
-    def arrive(self) -> bool:
-        """Note that one more gradient is complete; return whether all are.
-
-        Raises:
-            MegatronError: The bucket is on its way already, so the gradient came too late.
-        """
-        if self.is_launched or self.missing == 0:
-            raise MegatronError(
-                complaint(
-                    "--overlap-grad-reduce",
-                    "a gradient after its bucket was reduced",
-                    "Gradients must be complete with the backward pass of the last microbatch",
-                    "Run no second backward pass after it, or leave the flag out",
-                )
-            )
-        self.missing -= 1
-        return self.missing == 0
-
-    def start_reduce(self) -> None:
-        """Start to sum the gradients over the ranks."""
-        self.is_launched = True
-        if not self._ranks.alone:
-            self.reduction.start()
-
-    def continue_reduce(self) -> None:
-        """Start what follows on the first exchange, when that is over."""
-        self.reduction.proceed()
-
-    def finish_reduce(self) -> None:
-        """Wait for the sums; they are then in this rank's range."""
-        self.reduction.finish()
-
-    def scale(self, factor: torch.Tensor | float) -> None:
-        """Multiply the gradients of this rank's range."""
-        self._grads[self._own].mul_(factor)
-
-    def start_gather(self) -> None:
-        """Start to fetch the other ranks' ranges of the parameters."""
-        if self._values is None:
-            return
-        inner = self._ranks.inner
-        if inner.size > 1:
-            own = self._values[self._own]
-            self._gathering = start_all_gather(self._values, own, inner, PARAMETER_GATHER)
-        else:
-            self._announce()
-
-    def finish_gather(self) -> None:
-        """Wait for the parameters."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
-            self._announce()
-
-    def _announce(self) -> None:
-        # The collective wrote behind the parameters' back; caches of a weight's quantized form
-        # notice a change by the version alone.
-        for param in self.params:
-            torch.autograd.graph.increment_version(param)
-
-
 class GradBuffer:
     """Gradients of parameters that are summed over the same ranks, in one flat tensor.
 
@@ -235,11 +112,15 @@ class GradBuffer:
         bucket_size: Elements of a bucket; None for the default.
         sharded: Whether each rank owns a range of every bucket.
         feedback: See `Wire`.
+        fp8_weights: If the parameters are weights that may rest in FP8, the precision of the layer
+            of each of them.
 
     Attributes:
         flat: All gradients, fp32 `[elements]`.
         params: The parameters, in buffer order.
         buckets: The buckets, in the order in which backward completes them.
+        fp8_weights: Weights that may rest in FP8; all parameters, or none.
+        codes: A place for their codes, uint8 `[elements]`; None without any.
     """
 
     def __init__(
@@ -252,6 +133,7 @@ class GradBuffer:
         bucket_size: int | None = None,
         sharded: bool = False,
         feedback: bool = True,
+        fp8_weights: Mapping[nn.Parameter, LinearPrecision] | None = None,
     ) -> None:
         wire = Wire(reduce_dtype, feedback)
         self.params = list(reversed(params))
@@ -274,7 +156,11 @@ class GradBuffer:
         device = self.params[0].device if self.params else None
         self.flat = torch.zeros(layout.elements, dtype=torch.float32, device=device)
         self._values: torch.Tensor | None = None
-        if sharded and self.params:
+        self.codes: torch.Tensor | None = None
+        self.fp8_weights = [Fp8Weight(p, fp8_weights[p]) for p in self.params if fp8_weights]
+        if self.fp8_weights:
+            self.codes = torch.zeros(layout.elements, dtype=torch.uint8, device=device)
+        elif sharded and self.params:
             dtype = self.params[0].dtype
             self._values = torch.zeros(layout.elements, dtype=dtype, device=device)
         for param, start in zip(self.params, layout.offsets, strict=True):
@@ -282,23 +168,44 @@ class GradBuffer:
             param.main_grad = self.flat[start:stop].view(param.shape)  # type: ignore[attr-defined]
             if self._values is not None:
                 _move(param, self._values[start:stop])
-        self.buckets = [
-            Bucket(
-                self.flat[start:stop],
-                None if self._values is None else self._values[start:stop],
-                self.params[first:last],
-                ranks,
-                wire,
-            )
-            for start, stop, first, last in layout.buckets
-        ]
+        self._layout = layout
+        self.buckets = [self._bucket(number, ranks, wire) for number in range(len(layout.buckets))]
         self._places = {
             self.params[index]: (bucket, slice(begin, begin + self.params[index].numel()))
             for bucket, (start, _, first, last) in zip(self.buckets, layout.buckets, strict=True)
             for index, begin in ((i, layout.offsets[i] - start) for i in range(first, last))
         }
-        self._layout = layout
         self._owned = self.ranges_of(axis.rank)
+
+    def _bucket(self, number: int, ranks: Ranks, wire: Wire) -> Bucket:
+        start, stop, first, last = self._layout.buckets[number]
+        values = self._values if self.codes is None else self.codes
+        common: dict[str, Any] = {
+            "grads": self.flat[start:stop],
+            "values": None if values is None else values[start:stop],
+            "params": self.params[first:last],
+            "ranks": ranks,
+            "wire": wire,
+        }
+        if not self.fp8_weights:
+            return Bucket(**common)
+        offsets = (offset - start for offset in self._layout.offsets[first:last])
+        weights = self.fp8_weights[first:last]
+        places = [
+            (weight, slice(begin, begin + weight.weight.numel()))
+            for weight, begin in zip(weights, offsets, strict=True)
+        ]
+        return Fp8Bucket(places, self.params[0].dtype, **common)
+
+    def store_masters(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Make new codes of weights that may rest in FP8; gathering follows. Collective.
+
+        Args:
+            masters: Of the elements that this rank owns, flat fp32.
+        """
+        buckets = [bucket for bucket in self.buckets if isinstance(bucket, Fp8Bucket)]
+        if buckets:
+            store(buckets, self.axis, self._owned, masters)
 
     def ranges_of(self, rank: int) -> dict[nn.Parameter, FlatRange]:
         """Return which elements of every parameter a rank of the axis owns: all if not sharded."""

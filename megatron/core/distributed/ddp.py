@@ -13,14 +13,16 @@ rank, whatever happens on it. They are the same with and without overlap, so tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from megatron.core.distributed.buffers import Bucket, GradBuffer
+from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.buffers import GradBuffer
 from megatron.core.distributed.fp8_reduction import Fp8Reduction
+from megatron.core.fp8.precision import LinearPrecision
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import Axis
 from megatron.core.shards import FlatRange, is_expert
@@ -59,6 +61,8 @@ class DistributedDataParallel(nn.Module):
             own.
         weight_grads: Where the module's linear layers put off their weight gradients: a gradient is
             complete when nothing of it is put off.
+        fp8_weights: With `sharded`: weights that are to rest in FP8 (see `Fp8Weight`), with the
+            precision of their layers. They do from the first `store_masters` on.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class DistributedDataParallel(nn.Module):
         overlap_reduce: bool = False,
         overlap_gather: bool = False,
         weight_grads: WeightGradQueue | None = None,
+        fp8_weights: Mapping[nn.Parameter, LinearPrecision] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -86,6 +91,7 @@ class DistributedDataParallel(nn.Module):
         trained = [p for p in module.parameters() if p.requires_grad]
         if num_buckets is not None and bucket_size is None:
             bucket_size = max(1, -(-sum(p.numel() for p in trained) // num_buckets))
+        self._fp8_weights = frozenset(fp8_weights or ())
         dense, expert = (dp_axis, outer_axis), (expert_dp_axis or dp_axis, expert_outer_axis)
         self.buffers_by_axis = [
             GradBuffer(
@@ -96,8 +102,9 @@ class DistributedDataParallel(nn.Module):
                 bucket_size=bucket_size,
                 sharded=sharded,
                 feedback=error_feedback,
+                fp8_weights=fp8_weights if params[0] in self._fp8_weights else None,
             )
-            for (axis, outer), params in _by_kind(trained, dense, expert)
+            for (axis, outer), params in _by_kind(trained, dense, expert, self._fp8_weights)
         ]
         place = {param: number for number, param in enumerate(trained)}
         self._buckets = sorted(
@@ -290,6 +297,36 @@ class DistributedDataParallel(nn.Module):
         buffer = self._buffer_of[param]
         return buffer.outer if self.sharded else buffer.axis
 
+    def store_masters(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Make new FP8 weights of their masters; `gather_params` follows. Collective.
+
+        Args:
+            masters: Of the elements that this rank owns, flat fp32; others are left out.
+        """
+        if self._fp8_weights:
+            self.finish_param_sync()
+        for buffer in self.buffers_by_axis:
+            buffer.store_masters(masters)
+
+    def is_in_fp8(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is a weight that may rest in FP8: `store_masters` writes it."""
+        return param in self._fp8_weights
+
+    @property
+    def keeps_fp8_weights(self) -> bool:
+        """Whether there are weights that may rest in FP8."""
+        return bool(self._fp8_weights)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether FP8 weights have to be made anew: a scale, or what layers run in, has changed."""
+        return not all(w.is_current for b in self.buffers_by_axis for w in b.fp8_weights)
+
+    def fp8_tensors(self) -> list[torch.Tensor]:
+        """Return the memory of weights that may rest in FP8, beside the parameters themselves."""
+        found = [b.codes for b in self.buffers_by_axis if b.codes is not None]
+        return found + [t for b in self.buffers_by_axis for w in b.fp8_weights for t in w.tensors]
+
     def gather_params(self) -> None:
         """Fetch what other ranks updated; with overlap, modules wait for it when they run."""
         for bucket in reversed(self._buckets):  # forward order
@@ -323,12 +360,13 @@ _Kind = TypeVar("_Kind")
 
 
 def _by_kind(
-    trained: Sequence[nn.Parameter], dense: _Kind, expert: _Kind
+    trained: Sequence[nn.Parameter], dense: _Kind, expert: _Kind, in_fp8: Collection[nn.Parameter]
 ) -> list[tuple[_Kind, list[nn.Parameter]]]:
     """Group parameters by the ranks that share them and by type; one flat tensor has one type."""
-    kinds: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+    kinds: dict[tuple[bool, torch.dtype, bool], list[nn.Parameter]] = {}
     for param in trained:
-        kinds.setdefault((is_expert(param), param.dtype), []).append(param)
+        kind = (is_expert(param), param.dtype, param in in_fp8)
+        kinds.setdefault(kind, []).append(param)
     order = sorted(kinds, key=lambda kind: kind[0])  # dense first
     return [(expert if kind[0] else dense, kinds[kind]) for kind in order]
 

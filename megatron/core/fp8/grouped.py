@@ -19,6 +19,7 @@ from megatron.core.errors import MegatronError, complaint
 from megatron.core.fp8.gemm import Operand, gemm_nt, ready
 from megatron.core.fp8.linear import accumulates, weight_grad
 from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.primary import check_readable
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.fp8.weight_grads import WeightGradQueue
@@ -117,6 +118,7 @@ def _forward(
 ) -> tuple[Operand | None, Operand]:
     """One expert's product into `out`; returns what its backward needs of input and weight."""
     if not precision.active:
+        check_readable(weight)
         plain = x.to(weight.dtype)
         out.copy_(gemm_nt(plain, weight, out_dtype=weight.dtype))
         return plain if weight.requires_grad else None, weight

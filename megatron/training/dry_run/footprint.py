@@ -19,7 +19,8 @@ class Footprint:
     """Bytes of one rank.
 
     Attributes:
-        weights: Parameters, with the padding of the buffer they may live in.
+        weights: Parameters, with the padding of the buffer they may live in; FP8 weights with their
+            scales.
         gradients: The fp32 buffers, and what FP8 reductions keep beside them.
         optimizer: Masters, moments and what else the optimizer keeps.
         fp8: Scales and histories of magnitudes.
@@ -58,6 +59,10 @@ def _fp8_tensors(parts: Parts) -> list[torch.Tensor]:
     return [tensor for book in parts.fp8.books for tensor in (book.history, book.scale)]
 
 
+def _weight_tensors(parts: Parts) -> list[torch.Tensor]:
+    return [*parts.model.parameters(), *parts.ddp.fp8_tensors()]
+
+
 def _gradient_tensors(parts: Parts) -> list[torch.Tensor]:
     return [
         *(buffer.flat for buffer in parts.ddp.buffers_by_axis),
@@ -68,7 +73,7 @@ def _gradient_tensors(parts: Parts) -> list[torch.Tensor]:
 def kept_tensors(parts: Parts) -> list[torch.Tensor]:
     """Return every tensor that `footprint` counts, and the model's buffers."""
     return [
-        *parts.model.parameters(),
+        *_weight_tensors(parts),
         *parts.model.buffers(),
         *_gradient_tensors(parts),
         *_optimizer_tensors(parts.optimizer),
@@ -78,7 +83,7 @@ def kept_tensors(parts: Parts) -> list[torch.Tensor]:
 
 def footprint(parts: Parts) -> Footprint:
     """Measure what a rank keeps."""
-    weights = list(parts.model.parameters())
+    weights = _weight_tensors(parts)
     return Footprint(
         weights=_bytes(weights),
         gradients=_bytes(_gradient_tensors(parts)),
