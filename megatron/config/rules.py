@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from megatron.config import (
     rules_data,
-    rules_fp8_dp,
     rules_model,
     rules_moe,
     rules_overlap,
     rules_parallel,
     rules_pipeline,
+    rules_replicas,
     rules_training,
 )
 from megatron.config.draft import Draft
@@ -23,7 +23,7 @@ _LISTED = (
     rules_model,
     rules_moe,
     rules_parallel,
-    rules_fp8_dp,
+    rules_replicas,
     rules_overlap,
     rules_pipeline,
     rules_training,

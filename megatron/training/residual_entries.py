@@ -37,7 +37,7 @@ class Residual:
         self._params = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad}
 
     def settle(self, stacking: schema.Stacking) -> dict[str, Sharded]:
-        """Add up what the replicas keep and return it. Collective; call `hand_out` when it is saved.
+        """Add up what the replicas keep and return it. Collective; `hand_out` when it is saved.
 
         Args:
             stacking: Which tensors are stored together.

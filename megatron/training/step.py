@@ -258,7 +258,7 @@ class TrainStep:
 @torch.no_grad()
 def parameters_are_finite(parts: Parts, world: Axis) -> bool:
     """Return whether every parameter on every rank is a number. Collective."""
-    held = [p for p in parts.model.parameters() if not parts.ddp.is_in_fp8(p)]
+    held: list[torch.Tensor] = [p for p in parts.model.parameters() if not parts.ddp.is_in_fp8(p)]
     held += [slot.master for slot in parts.optimizer.slots if parts.ddp.is_in_fp8(slot.param)]
     finite = [torch.isfinite(tensor).all() for tensor in held]
     flag = torch.stack(finite).all().float().reshape(1)

@@ -89,7 +89,7 @@ def test_what_arrives_over_many_steps_is_what_was_sent(sharded, groups):
         for arrived, expected, kept, quantum in results:
             assert ((arrived - expected).abs() <= quantum).all()
             # And what is missing is what they keep, but for the rounding of fp32 sums: magnitudes
-            # are below 2 on a rank and below 8 together, so 4 * 2^-24 + 3 * 2^-22 in a step at most.
+            # are below 2 on a rank and below 8 together, so at most 4 * 2^-24 + 3 * 2^-22 a step.
             missing = expected - arrived
             assert (missing - kept).abs().max() < steps * 2.0**-20
 
@@ -112,7 +112,8 @@ def train(rank, world, steps=4, **fields):
     done = advance(cfg, parts, step, 1, steps)
     local = {n: p.detach().clone() for n, p in parts.model.named_parameters()}
     split = {n for n, p in parts.model.named_parameters()
-             if getattr(p, "tensor_model_parallel", False) or not getattr(p, "allreduce", True)}  # fmt: skip
+             if getattr(p, "tensor_model_parallel", False)
+             or not getattr(p, "allreduce", True)}  # fmt: skip
     copies = {n: local[n].numpy() for n in local.keys() - split}
     return done, weights(mesh, parts), copies, mesh.pp.rank
 
@@ -168,7 +169,7 @@ def test_microbatches_and_a_single_replica():
     assert run(1, **SGD, **FP8, **ZERO)[0] == single[0]
 
 
-# -- gradients that are no numbers ------------------------------------------------------------------
+# -- gradients that are no numbers ----------------------------------------------------------------
 
 
 def poisoned(rank, world, bad, feedback, **fields):
@@ -211,7 +212,7 @@ def test_overflows_of_a_dynamic_loss_scale():
     assert done[-1][0] == pytest.approx(plain[-1][0], rel=2e-2)
 
 
-# -- checkpoints ------------------------------------------------------------------------------------
+# -- checkpoints ----------------------------------------------------------------------------------
 
 
 def resume(rank, world, root, **fields):
@@ -284,7 +285,7 @@ def test_any_layout_goes_on_with_what_was_kept(tmp_path):
             assert torch.equal(found[key][real], tensor[real]), (key, world, fields)
 
 
-# -- bytes ------------------------------------------------------------------------------------------
+# -- bytes ----------------------------------------------------------------------------------------
 
 
 def sent(rank, world, **fields):

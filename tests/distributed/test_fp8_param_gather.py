@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -137,7 +139,7 @@ def _restore(rank, world):
     Fp8Bucket.as_codes = AS_CODES
 
 
-# -- layers that change their precision ------------------------------------------------------------
+# -- layers that change their precision -----------------------------------------------------------
 
 
 def suspend(parts, iteration):
@@ -161,8 +163,6 @@ def evaluated(rank, world, change, **fields):
 
 
 def step_runtime(step):
-    from types import SimpleNamespace  # noqa: PLC0415
-
     return SimpleNamespace(mesh=step._mesh, device=step._device)
 
 
@@ -203,7 +203,7 @@ def test_a_weight_is_never_used_in_another_form(change, words):
         run_ranks(unprepared, 2, change, **BASE, **DELAYED, **GATHER)
 
 
-# -- checkpoints ------------------------------------------------------------------------------------
+# -- checkpoints ----------------------------------------------------------------------------------
 
 
 def resume(rank, world, root, **fields):
@@ -222,7 +222,7 @@ def resume(rank, world, root, **fields):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_resuming_is_bitwise(tmp_path, recipe):
     compile_kernels()
-    fields = {**BASE, **RECIPES[recipe], **GATHER, **OVERLAP, **BUCKETS, "grad_reduce_dtype": "fp32"}
+    fields = {**BASE, **RECIPES[recipe], **GATHER, **OVERLAP, **BUCKETS}
     assert run_ranks(resume, 2, tmp_path, detail=False, **fields) == [(True, True)] * 2
 
 
@@ -263,7 +263,7 @@ def test_a_checkpoint_is_the_same_with_and_without(tmp_path):
                 assert all((other[rank][1][n] == w).all() for n, w in runs[0][rank][1].items())
 
 
-# -- bytes ------------------------------------------------------------------------------------------
+# -- bytes ----------------------------------------------------------------------------------------
 
 
 def measured(rank, world, **fields):

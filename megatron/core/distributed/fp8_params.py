@@ -90,7 +90,9 @@ class Fp8Bucket(Bucket):
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
     """The same numbers with a version of its own."""
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x)  # type: ignore[call-overload]
+    made = torch.empty(0, dtype=x.dtype, device=x.device)
+    made.set_(x)  # type: ignore[call-overload]
+    return made
 
 
 @torch.no_grad()
@@ -129,7 +131,7 @@ def store(
         return
     found = torch.cat([weight.magnitudes(part(weight), own.start) for weight, own, _ in in_parts])
     all_reduce_(found, axis, "max", AMAX)
-    agreed = found.split([weight.num_magnitudes for weight, _, _ in in_parts])
+    agreed = torch.split(found, [weight.num_magnitudes for weight, _, _ in in_parts])
     for (weight, own, place), magnitudes in zip(in_parts, agreed, strict=True):
         weight.agree(magnitudes)
         if own.size:

@@ -8,13 +8,13 @@ a copy of a parameter beside parameters that differ still agree about it.
 
 Where every rank needs all sums (no distributed optimizer) the owners' sums travel back in bf16.
 
-*Error feedback.* What rounding took away of a rank's gradients is added to its gradients of the next
-step, so that over many steps what arrives is what was to be sent: at any time the sum of all that
-was to be sent is the sum of all that arrived and of what the ranks keep. Where a rank needs the sums
-of its own range only, the rest of the gradient buffer is of no use after the exchange, and what is
-kept rests there, where the next step's gradients are added to it: it takes no memory. Otherwise it
-needs an fp32 tensor like the gradients, in which the owner keeps what bf16 took away of its sums.
-What rounding takes away is exact in fp32.
+*Error feedback.* What rounding took away of a rank's gradients is added to its gradients of the
+next step, so that over many steps what arrives is what was to be sent: at any time the sum of all
+that was to be sent is the sum of all that arrived and of what the ranks keep. Where a rank needs
+the sums of its own range only, the rest of the gradient buffer is of no use after the exchange, and
+what is kept rests there, where the next step's gradients are added to it: it takes no memory.
+Otherwise it needs an fp32 tensor like the gradients, in which the owner keeps what bf16 took away
+of its sums. What rounding takes away is exact in fp32.
 
 A gradient that is no number arrives as one: NaN has a code of its own, and an infinity gets the
 largest scale, with which 448 is infinite in fp32. Nothing is kept of a step that is not taken.

@@ -1,7 +1,7 @@
 """How the gradients of a bucket are summed over ranks, in three steps that other work fits between.
 
-`start` sends, `proceed` goes on with what has arrived (a second transfer, if there is one), `finish`
-waits. Afterwards the sums are in this rank's range, or everywhere if all ranks need them all.
+`start` sends, `proceed` goes on with what has arrived (a second transfer, if there is one),
+`finish` waits. Afterwards the sums are in this rank's range, or everywhere if all need them all.
 """
 
 from __future__ import annotations

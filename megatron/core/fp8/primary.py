@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -43,7 +43,9 @@ def weights_in_fp8(model: nn.Module) -> Iterator[tuple[nn.Parameter, LinearPreci
     """Yield the trained weights that FP8 layers multiply with, each with its layer's precision."""
     for module in model.modules():
         one = (getattr(module, "precision", None), getattr(module, "weight", None))
-        several = zip(getattr(module, "precisions", ()), getattr(module, "weights", ()), strict=True)
+        experts = getattr(module, "precisions", ())
+        weights: Any = module.weights if experts else ()
+        several = zip(experts, weights, strict=True)
         for precision, weight in (one, *several):
             trained = isinstance(weight, nn.Parameter) and weight.requires_grad
             if precision is not None and precision.decision.recipe is not None and trained:

@@ -145,7 +145,8 @@ def _whole_gradients(parts: Parts) -> dict[torch.Tensor, torch.Tensor]:
 
 def _whole_fp8_weights(parts: Parts) -> dict[torch.Tensor, torch.Tensor]:
     """Return weights that rest in FP8 in the parameters' type, from the masters. Collective."""
-    ddp, whole = parts.ddp, {}
+    ddp = parts.ddp
+    whole: dict[torch.Tensor, torch.Tensor] = {}
     masters = {slot.param: slot for slot in parts.optimizer.slots}
     for param in ddp.trained_params:
         if not ddp.is_in_fp8(param):
