@@ -87,7 +87,8 @@ class Fp8Weight:
         self._scales: tuple[torch.Tensor, torch.Tensor] | None = None  # and inverses
         self._amax: torch.Tensor | None = None
         self._row: QuantizedTensor | None = None
-        self._col: QuantizedTensor | None = None
+        self._second: QuantizedTensor | None = None  # cut along columns, where that differs
+        self._turned: QuantizedTensor | None = None  # a copy for FP8 hardware
         self._stored: tuple[bool, int] | None = None
         self._recorded: tuple[int, int] | None = None
         weight.fp8_weight = self  # type: ignore[attr-defined]
@@ -104,11 +105,8 @@ class Fp8Weight:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What it keeps beside the codes that it was given a place for."""
-        kept = [] if self._row is None else [self._row.scale_inv]
-        if self._col is not None:
-            kept += [self._col.data, self._col.scale_inv]
-        return kept
+        """What it keeps beside the codes that it was given a place for, and copies of them."""
+        return [t for operand in (self._row, self._second) if operand for t in _numbers(operand)][1:]
 
     @property
     def _quantizer(self) -> Quantizer:
@@ -255,14 +253,14 @@ class Fp8Weight:
         if not self.rests:
             nothing = torch.full((), torch.nan, dtype=self.weight.dtype, device=self.weight.device)
             self.weight.set_(nothing.expand(self.weight.shape))  # type: ignore[call-overload]
-        self.rests, self._recorded = True, None
-        self._row, self._col = row, col
+        self.rests, self._recorded, self._turned = True, None, None
+        self._row, self._second = _put(row, self._row), col and _put(col, self._second)
 
     @torch.no_grad()
     def _have(self, values: torch.Tensor) -> None:
         self.weight.set_(values.view(self.weight.shape))  # type: ignore[call-overload]
         self.rests = False
-        self._row = self._col = self._amax = None
+        self._row = self._second = self._turned = self._amax = None
 
     def operands(self) -> tuple[QuantizedTensor, QuantizedTensor]:
         """The weight as both operands; see `LinearPrecision.quantize_weight`.
@@ -288,13 +286,27 @@ class Fp8Weight:
             quantizer.record(self._amax)
             self._recorded = now
         if quantizer.hardware:
-            if self._col is None:
-                self._col = quantizer.transposed(self._row)
-            return self._row, self._col
+            if self._turned is None:
+                self._turned = quantizer.transposed(self._row)
+            return self._row, self._turned
         row = self._row.hold()
         if isinstance(quantizer, BlockQuantizer) and quantizer.fold:
             row = row.fold()
-        return row, self._row.t() if self._col is None else self._col
+        return row, self._second or self._row.t()
+
+
+def _numbers(operand: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return operand.data, operand.scale_inv
+
+
+def _put(new: QuantizedTensor, old: QuantizedTensor | None) -> QuantizedTensor:
+    """An operand in the memory of the one before, where there is one of its form."""
+    if old is None or new.form != old.form:
+        return new
+    for source, place in zip(_numbers(new), _numbers(old), strict=True):
+        if source is not place:
+            place.copy_(source)
+    return old
 
 
 def _codes(values: torch.Tensor, scale: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
