@@ -106,7 +106,8 @@ class Fp8Weight:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What it keeps beside the codes that it was given a place for, and copies of them."""
-        return [t for operand in (self._row, self._second) if operand for t in _numbers(operand)][1:]
+        kept = [operand for operand in (self._row, self._second) if operand is not None]
+        return [tensor for operand in kept for tensor in _numbers(operand)][1:]
 
     @property
     def _quantizer(self) -> Quantizer:
