@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.core.comm_log import PARAMETER_GATHER
+from megatron.core.comm_log import PARAMETER_GATHER, Packing
 from megatron.core.distributed.fp8_reduction import Fp8Reduction
 from megatron.core.distributed.reduction import PlainReduction, Ranks, Reduction
 from megatron.core.errors import MegatronError, complaint
@@ -65,6 +65,7 @@ class Bucket:
         self.params = list(params)
         self._grads, self._values, self._ranks = grads, values, ranks
         self._own = ranks.own(grads.numel())
+        self._itemsize = self.params[0].element_size() if self.params else 1
         self.reduction = wire.reduction(grads, ranks)
         self._gathering: Pending | None = None
         self.missing = len(self.params)
@@ -122,8 +123,9 @@ class Bucket:
         inner = self._ranks.inner
         if inner.size > 1:
             whole = self._travelling()
+            packed = inner.packed(Packing(whole.itemsize, 0, self._itemsize))
             own = whole[self._own]
-            self._gathering = start_all_gather(whole, own, inner, PARAMETER_GATHER)
+            self._gathering = start_all_gather(whole, own, packed, PARAMETER_GATHER)
         else:
             self._announce()
 

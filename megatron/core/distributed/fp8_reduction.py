@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core import wire
-from megatron.core.comm_log import GRADIENT_SYNC
+from megatron.core.comm_log import GRADIENT_SYNC, Packing
 from megatron.core.distributed.reduction import Ranks, share
 from megatron.core.fp8 import kernels
 from megatron.core.fp8.formats import E4M3
@@ -41,6 +41,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.wire import Pending
 
 BLOCK = 128
+# Of gradients there, and of sums back; without FP8 both travel in fp32.
+_CODES = Packing(sent=BLOCK + 1, scales=1, plain=4 * BLOCK)
+_SUMS = Packing(sent=2, scales=0, plain=4)
 
 
 def packed_size(elements: int) -> int:
@@ -135,8 +138,9 @@ class Fp8Reduction:
                 sent[rank].zero_()
         self._arrived = torch.empty_like(sent)
         self._sending = sent  # a transport need not keep it alive
+        packed = axis.packed(_CODES)
         self._pending = wire.all_to_all(
-            self._arrived, sent, axis, part=GRADIENT_SYNC, background=True
+            self._arrived, sent, packed, part=GRADIENT_SYNC, background=True
         )
         self._to_proceed = True
 
@@ -194,7 +198,8 @@ class Fp8Reduction:
         own = self._sums[self._mine].copy_(total)
         if self.residual is not None:
             torch.sub(total, own.float(), out=self.residual[self._mine])
-        self._pending = start_all_gather(self._sums, own, self._axis, GRADIENT_SYNC)
+        packed = self._axis.packed(_SUMS)
+        self._pending = start_all_gather(self._sums, own, packed, GRADIENT_SYNC)
 
     # -- what is kept ---------------------------------------------------------------------------
 

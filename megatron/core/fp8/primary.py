@@ -31,12 +31,20 @@ from megatron.core.fp8.quantizers import (
     DelayedQuantizer,
     Quantizer,
 )
-from megatron.core.fp8.recipe import Role
+from megatron.core.fp8.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Role,
+)
 from megatron.core.fp8.scales import block_scale
 from megatron.core.fp8.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from megatron.core.fp8.precision import LinearPrecision
+
+_RECIPES = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
 
 
 def weights_in_fp8(model: nn.Module) -> Iterator[tuple[nn.Parameter, LinearPrecision]]:
@@ -48,8 +56,14 @@ def weights_in_fp8(model: nn.Module) -> Iterator[tuple[nn.Parameter, LinearPreci
         several = zip(experts, weights, strict=True)
         for precision, weight in (one, *several):
             trained = isinstance(weight, nn.Parameter) and weight.requires_grad
-            if precision is not None and precision.decision.recipe is not None and trained:
+            if precision is not None and trained and _multiplies_in_fp8(precision):
                 yield weight, precision
+
+
+def _multiplies_in_fp8(precision: LinearPrecision) -> bool:
+    """Whether a layer needs its weight in FP8 only, of a kind that can be made here."""
+    decision = precision.decision
+    return isinstance(decision.recipe, _RECIPES) and decision.fprop and decision.dgrad
 
 
 def check_readable(weight: torch.Tensor) -> None:
