@@ -11,6 +11,7 @@ from megatron.config import (
     rules_overlap,
     rules_parallel,
     rules_pipeline,
+    rules_replicas,
     rules_training,
 )
 from megatron.config.draft import Draft
@@ -26,6 +27,7 @@ _LISTED = (
     rules_fp8_attention,
     rules_moe,
     rules_parallel,
+    rules_replicas,
     rules_overlap,
     rules_pipeline,
     rules_training,

@@ -205,6 +205,8 @@ class TrainStep:
         update = self.parts.optimizer.step(self._grad_norm, skip=skip)
         if update.success:
             self.parts.scheduler.step(self._batch_size)
+        else:
+            self.parts.ddp.drop_residual()
         report = MoeReport() if self._moe is None else self._moe.finish(update.success)
         return StepOutcome(self._loss, self._tokens, update, report)
 
@@ -220,9 +222,10 @@ class TrainStep:
         """
         self.iteration = iteration
         self.parts.fp8.begin(iteration)
+        self.parts.optimizer.refresh_model_params()
         self._sums.zero_()
         self._batches.start(consumed_samples)
-        self.parts.ddp.zero_grad_buffer()
+        self.parts.ddp.zero_grad_buffer(self.parts.optimizer.backward_scale)
         if self._moe is not None:
             tokens = None
             if self._moe.needs_tokens:
@@ -269,7 +272,9 @@ class TrainStep:
 @torch.no_grad()
 def parameters_are_finite(parts: Parts, world: Axis) -> bool:
     """Return whether every parameter on every rank is a number. Collective."""
-    finite = [torch.isfinite(p).all() for p in parts.model.parameters()]
+    held: list[torch.Tensor] = [p for p in parts.model.parameters() if not parts.ddp.is_in_fp8(p)]
+    held += [slot.master for slot in parts.optimizer.slots if parts.ddp.is_in_fp8(slot.param)]
+    finite = [torch.isfinite(tensor).all() for tensor in held]
     flag = torch.stack(finite).all().float().reshape(1)
     return bool(all_reduce_(flag, world, "min").item())
 
@@ -302,6 +307,7 @@ def evaluate(
     work = _Evaluation(runtime, parts, source)
     runner = Runner(work, transport=pipes_of(cfg, runtime))
     actions = checked_schedule(cfg, training=False)[mesh.pp.rank]
+    parts.optimizer.refresh_model_params()
     parts.ddp.eval()
     try:
         with parts.fp8.not_recording():

@@ -142,6 +142,7 @@ class Trainer:
                 scheduler=self._parts.scheduler,
                 fp8=self._parts.fp8,
                 progress=self.progress,
+                residual=self._parts.residual(self.mesh),
                 say=self._say,
             )
             if loaded:
@@ -394,6 +395,7 @@ class Trainer:
                 scheduler=parts.scheduler,
                 fp8=parts.fp8,
                 progress=self.progress,
+                residual=parts.residual(self.mesh),
                 say=self._say,
             )
         self._saved_at = self.progress.iteration

@@ -45,6 +45,8 @@ ON_TWO = {
         **ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_num_buckets": 3,
         "bf16": True, "grad_reduce_in_bf16": True,
     },
+    "dp2 fp8 gradients": {"grad_reduce_dtype": "fp8", "ddp_num_buckets": 3},
+    "dp2 zero fp8": {**ZERO, **FP8, "grad_reduce_dtype": "fp8", "fp8_param_gather": True},
     "tp2 overlapped": {**TP2, **FP8, "tp_comm_overlap": True},
     "tp2 overlapped rs": {**TP2, "tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": True},
     "recompute": {
@@ -79,6 +81,25 @@ ON_FOUR = {
         "context_parallel_size": 4,
         "cp_comm_type": ("a2a+p2p",),
         "hierarchical_context_parallel_sizes": (2, 2),
+    },
+    "dp4 instances fp8": {
+        **ZERO,
+        **FP8,
+        "fp8_recipe": "blockwise",
+        "num_distributed_optimizer_instances": 2,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "ddp_num_buckets": 3,
+        "grad_reduce_dtype": "fp8",
+        "fp8_param_gather": True,
+    },
+    "ep2 zero fp8": {
+        **A2A,
+        **ZERO,
+        **FP8,
+        "fp8_recipe": "mxfp8",
+        "grad_reduce_dtype": "fp8",
+        "fp8_param_gather": True,
     },
     "dp2 cp2": {**CP2, **FP8},
     "dp2 cp2 tp-cp": {**CP2, **FP8, "fp8_amax_reduction": "tp-cp"},
@@ -242,6 +263,28 @@ def test_zero_sends_each_gradient_and_each_parameter_once(real):
     padding = 4 * (64 * 26 + 128 * scattered.count)
     for row in (scattered, gathered):
         assert 0 <= 2 * row.sent_bytes - reduced.sent_bytes <= padding
+
+
+def test_what_replicas_send_in_fp8(real):
+    """Gradients there and sums back; with the distributed optimizer bytes both ways."""
+
+    def of(name, part):
+        rows = (r for r in real[name][0] if r.part == part)
+        return [(row.kind, row.count, row.sent_bytes) for row in rows]
+
+    ((_, _, plain),) = of("dp2", "gradient sync")
+    (back, _, sums), (there, count, codes) = of("dp2 fp8 gradients", "gradient sync")
+    assert (there, back, count) == ("all_to_all", "all_gather", 3)
+    # Of 8 bytes an element and rank: 1 1/128 there and 2 back, padded to 128 elements.
+    assert 129 / 128 / 8 <= codes / plain < 1.1 * 129 / 128 / 8
+    assert 2 / 8 <= sums / plain < 1.1 * 2 / 8
+    (scattered,) = of("dp2 zero fp8", "gradient sync")
+    assert scattered[0] == "all_to_all"
+    assert scattered[2] < 0.28 * of("dp2 zero", "gradient sync")[0][2]
+    gathered, agreed = of("dp2 zero fp8", "parameter gather"), of("dp2 zero fp8", "amax")
+    assert [row[0] for row in gathered] == ["all_gather"]
+    # One for the weights that rest in FP8, beside the one of delayed scaling.
+    assert [row[:2] for row in agreed] == [("all_reduce", 1), ("all_reduce", 1)]
 
 
 def test_every_transfer_has_a_part(real):

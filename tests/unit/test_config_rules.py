@@ -189,6 +189,36 @@ REFUSED = [
         "--overlap-param-gather",
         ["Add --use-distributed-optimizer,"],
     ),
+    (
+        {"grad_reduce_dtype": "fp8", "grad_reduce_in_bf16": True},
+        "--grad-reduce-dtype",
+        ["got fp8 with --grad-reduce-in-bf16", "Remove one"],
+    ),
+    (
+        {"grad_reduce_dtype": "fp32", "grad_reduce_in_bf16": True},
+        "--grad-reduce-dtype",
+        ["got fp32 with --grad-reduce-in-bf16"],
+    ),
+    (
+        {"grad_reduce_error_feedback": False},
+        "--no-grad-reduce-error-feedback",
+        ["got --grad-reduce-dtype fp32", "Add --grad-reduce-dtype fp8"],
+    ),
+    (
+        {"fp8_param_gather": True, "use_distributed_optimizer": True, "bf16": True},
+        "--fp8-param-gather",
+        ["without --fp8-format"],
+    ),
+    (
+        {"fp8_param_gather": True, "fp8_format": "hybrid", "bf16": True},
+        "--fp8-param-gather",
+        ["Add --use-distributed-optimizer"],
+    ),
+    (
+        {"fp8_param_gather": True, "fp8_format": "hybrid", "use_distributed_optimizer": True},
+        "--fp8-param-gather",
+        ["float32", "Add --bf16"],
+    ),
     ({"ddp_bucket_size": 0}, "--ddp-bucket-size", ["got 0", "at least one"]),
     (
         {"num_distributed_optimizer_instances": 0},
@@ -792,6 +822,7 @@ def test_rules_are_listed_by_subject():
         "attention",
         "moe",
         "parallel",
+        "replicas",
         "overlap",
         "pipeline",
         "training",

@@ -20,6 +20,7 @@ from megatron.core.errors import MegatronError, complaint
 from megatron.core.fp8.gemm import Operand, gemm_nt, ready
 from megatron.core.fp8.linear import accumulates, input_operands, weight_grad, weight_operands
 from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.primary import check_readable
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.row_codec import Arrival
 from megatron.core.fp8.tensor import QuantizedTensor
@@ -168,6 +169,7 @@ def _forward(
     `row` is the quantized input if it came like that.
     """
     if not precision.active:
+        check_readable(weight)
         plain = x.to(weight.dtype)
         out.copy_(gemm_nt(plain, weight, out_dtype=weight.dtype))
         return plain if weight.requires_grad else None, weight

@@ -22,6 +22,7 @@ from megatron.core.capability import gemm_dtype
 from megatron.core.fp8.comm import PLAIN, Sharding, Transfers, gather_rows, tensor_of
 from megatron.core.fp8.gemm import Operand, Product, gemm_nt, gemm_nt_accumulate, ready
 from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.primary import check_readable
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.fp8.weight_grads import WeightGradQueue
@@ -72,6 +73,7 @@ def linear(
         return _fp8_linear(
             x, weight, bias, precision, sharding, is_first_microbatch, after_backward, later
         )
+    check_readable(weight)
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
     native = gemm_dtype(weight.dtype, weight.device) == weight.dtype

@@ -181,6 +181,10 @@ class LinearPrecision:
             is_first_microbatch: A hint. True: quantize in any case. False: a result made with
                 earlier scales will do. Neither can bring back an old weight.
         """
+        resting = getattr(weight, "fp8_weight", None)
+        if resting is not None and resting.rests:
+            operands: tuple[QuantizedTensor, QuantizedTensor] = resting.operands()
+            return operands
         source = (weight.data_ptr(), weight._version, weight.dtype)
         scales = (
             self.state.generation,
