@@ -10,7 +10,8 @@ inverse scales:
 
 Scales of blocks are applied to the operands instead, before the product. With powers of two that is
 exact in bf16 and `fast` rounds once, too; with other scales both modes multiply in fp32. Scaled
-values below 2**-126 or above the largest bf16 lose bits.
+values below 2**-126 or above the largest bf16 lose bits. FP4 values times their block's scale are
+exact in bf16, too, and the scale of the tensor above them is applied to the product as above.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def gemm_nt(
         `[M, N]`.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        a, b = a.uniform(), b.uniform()
         if _by_blocks(a, b):
             made = _plain(*_block_values(a, b, out_dtype, emulation), out_dtype, bias, out)
         elif not a.is_held and not b.is_held:
@@ -126,6 +128,7 @@ def gemm_nt_accumulate(
     No rounding between the fp32 accumulator and `out`, unless the product itself runs in bf16.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        a, b = a.uniform(), b.uniform()
         if _by_blocks(a, b):
             _accumulate_blocks(a, b, out, emulation)
             return
@@ -159,7 +162,7 @@ def ready(a: Operand) -> Operand:
 def ready_dtype(a: Operand) -> torch.dtype:
     """The type of the elements of `ready(a)`."""
     if isinstance(a, QuantizedTensor):
-        if a.block is not None and not a.folded:
+        if a.block is not None and not a.folded and a.tensor_inv is None:
             return torch.float32
         return _compute_dtype(a.data) if a.is_held else a.data.dtype
     return _compute_dtype(a)

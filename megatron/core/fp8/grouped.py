@@ -20,7 +20,7 @@ from megatron.core.fp8.gemm import Operand, gemm_nt, ready
 from megatron.core.fp8.linear import accumulates, weight_grad
 from megatron.core.fp8.precision import LinearPrecision
 from megatron.core.fp8.recipe import Role
-from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.fp8.tensor import QuantizedTensor, put_together, taken_apart
 from megatron.core.fp8.weight_grads import WeightGradQueue
 
 
@@ -48,7 +48,8 @@ def grouped_linear(
     """
     counts = list(tokens_per_expert)
     check_counts(counts, len(weights), x)
-    return _grouped_linear(x, tuple(precisions), counts, later, *weights)
+    seeds = [p.rounding_seed() if torch.is_grad_enabled() else 0 for p in precisions]
+    return _grouped_linear(x, tuple(precisions), counts, later, seeds, *weights)
 
 
 def check_counts(counts: Sequence[int], num_experts: int, x: torch.Tensor) -> None:
@@ -81,6 +82,7 @@ class _GroupedLinear(torch.autograd.Function):
         precisions: tuple[LinearPrecision, ...],
         counts: list[int],
         later: WeightGradQueue | None,
+        seeds: list[int],
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         y = x.new_empty(x.shape[0], weights[0].shape[0], dtype=weights[0].dtype)
@@ -94,22 +96,24 @@ class _GroupedLinear(torch.autograd.Function):
         # The parameters themselves: recomputation hands back saved tensors as new objects, and
         # those would have no main_grad.
         ctx.weights, ctx.precisions, ctx.counts = weights, precisions, counts
-        ctx.shape, ctx.dtype, ctx.later = x.shape, x.dtype, later
+        ctx.shape, ctx.dtype, ctx.later, ctx.seeds = x.shape, x.dtype, later, seeds
         kept.save(ctx)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         dx = grad.new_empty(ctx.shape, dtype=ctx.dtype) if wants_dx else None
         dx_parts = torch.split(dx, ctx.counts) if dx is not None else (None,) * len(ctx.counts)
         operands, weight_grads = _Kept.load(ctx), []
         soon = ctx.later is None or not ctx.later.is_collecting
         for i, dy in enumerate(torch.split(grad, ctx.counts)):
             weight, precision = ctx.weights[i], ctx.precisions[i]
-            job = _backward(dy, dx_parts[i], operands[i], weight, precision, wants_dw[i], soon)
+            job = _backward(
+                dy, dx_parts[i], operands[i], weight, precision, wants_dw[i], soon, ctx.seeds[i]
+            )
             weight_grads.append(None if job is None else _now_or_later(job, weight, ctx.later))
-        return dx, None, None, None, *weight_grads
+        return dx, None, None, None, None, *weight_grads
 
 
 def _forward(
@@ -146,11 +150,12 @@ def _backward(
     precision: LinearPrecision,
     wants_dw: bool,
     soon: bool,
+    seed: int,
 ) -> Callable[[], torch.Tensor | None] | None:
     """One expert's gradient of its input, into `dx`, and how to compute that of its weight.
 
     What the forward kept says in which precision it ran. `soon` says that the weight's gradient
-    follows at once, so both products may share a converted operand.
+    follows at once, so both products may share a converted operand. `seed` is for random roundings.
     """
     x, weight_col = operands
     if not dy.shape[0]:
@@ -159,7 +164,7 @@ def _backward(
     in_fp8 = isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor)
     one_cast = not in_fp8 or precision.quantizer(Role.GRAD_OUTPUT).transposable
     if in_fp8 and (one_cast or dx is not None):
-        rows = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)
+        rows = precision.quantizer(Role.GRAD_OUTPUT).seeded(seed).rowwise(dy)
     if soon and wants_dw and one_cast:
         rows = ready(rows)
     if dx is not None:
@@ -171,15 +176,15 @@ def _backward(
     if not wants_dw:
         return None
     if isinstance(x, QuantizedTensor):
-        return partial(_fp8_weight_grad, rows if one_cast else dy, x, weight, precision)
+        return partial(_fp8_weight_grad, rows if one_cast else dy, x, weight, precision, seed)
     plain = dy if isinstance(rows, QuantizedTensor) else rows
     return partial(_plain_weight_grad, plain, x, weight)
 
 
 def _fp8_weight_grad(
-    dy: Operand, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision
+    dy: Operand, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision, seed: int
 ) -> torch.Tensor | None:
-    dy_col = precision.quantizer(Role.GRAD_OUTPUT).column(dy)
+    dy_col = precision.quantizer(Role.GRAD_OUTPUT).seeded(seed).column(dy)
     x_col = precision.quantizer(Role.INPUT).column(x)
     return weight_grad(dy_col, x_col, weight, precision.state.emulation)
 
@@ -225,12 +230,9 @@ class _Kept:
     def add(self, x: Operand | None, weight: Operand | None) -> None:
         """Keep the operands of the next expert; None where it has none."""
         for operand in (x, weight if self.weights else None):
-            if isinstance(operand, QuantizedTensor):
-                self.tensors += [operand.data, operand.scale_inv]
-                self.forms.append(operand.form)
-            else:
-                self.tensors += [operand, None]
-                self.forms.append(None)
+            tensors, form = taken_apart(operand)
+            self.tensors += tensors
+            self.forms.append(form)
 
     def save(self, ctx: Any) -> None:
         """Hand the operands to autograd."""
@@ -241,9 +243,9 @@ class _Kept:
     def load(ctx: Any) -> list[tuple[Operand | None, Operand | None]]:
         """Input and weight operand of every expert."""
         saved = ctx.saved_tensors
+        threes = zip(saved[::3], saved[1::3], saved[2::3], strict=True)
         operands = [
-            data if form is None else QuantizedTensor(data, inverse, *form)
-            for data, inverse, form in zip(saved[::2], saved[1::2], ctx.forms, strict=True)
+            put_together(tensors, form) for tensors, form in zip(threes, ctx.forms, strict=True)
         ]
         return list(zip(operands[::2], operands[1::2], strict=True))
 
