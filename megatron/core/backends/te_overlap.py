@@ -141,6 +141,15 @@ def start(library: Library, config: RunConfig, axis: Axis) -> str:
 
 def _modes(config: RunConfig, version: tuple[int, int]) -> tuple[bool, ...]:
     """For each set of buffers that is needed: whether FP8 bytes travel in it."""
+    if config.fp4_format is not None:
+        raise PrecisionError(
+            complaint(
+                "--tp-comm-overlap",
+                "--fp4-format",
+                "Transformer Engine's userbuffers carry FP8 and wider types only",
+                "Remove one of them, or use --transformer-impl native, which overlaps both",
+            )
+        )
     if config.fp8_format is None:
         return (False,)
     edges = config.num_layers_at_start_in_bf16 + config.num_layers_at_end_in_bf16

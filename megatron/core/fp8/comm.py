@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.core.fp8.formats import E4M3
 from megatron.core.fp8.gemm import Operand, Product, ready
+from megatron.core.fp8.kernels import fp4
 from megatron.core.fp8.scales import from_e8m0, to_e8m0
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
@@ -23,7 +25,8 @@ def to_wire(rows: Operand) -> torch.Tensor:
     """What is sent of `[rows, cols]`: the tensor, or the bytes of a quantized one.
 
     With scales for blocks, a line of what is sent is a row of blocks: the bytes of all its rows,
-    then its scales, powers of two in one byte each.
+    then its scales, powers of two in one byte each. FP4 travels as two codes a byte and scales in
+    E4M3; the scale of the tensor is one that all ranks share.
     """
     if not isinstance(rows, QuantizedTensor):
         return rows.contiguous()
@@ -31,8 +34,12 @@ def to_wire(rows: Operand) -> torch.Tensor:
     if rows.block is None:
         return codes
     scales = rows.scale_inv.contiguous()
-    packed = to_e8m0(scales) if rows.power_of_two else scales.view(torch.uint8)
-    return torch.cat([codes.reshape(scales.shape[0], -1), packed], dim=1)
+    codes = codes.reshape(scales.shape[0], -1)
+    if rows.tensor_inv is not None:
+        codes, packed = fp4.pack(codes), scales.to(E4M3.torch_dtype).view(torch.uint8)
+    else:
+        packed = to_e8m0(scales) if rows.power_of_two else scales.view(torch.uint8)
+    return torch.cat([codes, packed], dim=1)
 
 
 def tensor_of(rows: Operand) -> torch.Tensor:
@@ -58,10 +65,14 @@ def from_wire(sent: torch.Tensor, like: Operand) -> Operand:
 def _from_lines(sent: torch.Tensor, like: QuantizedTensor) -> QuantizedTensor:
     """Rows of blocks, in the form of `like`."""
     high, cols = (like.block or (1, 1))[0], like.shape[1]
-    codes = sent[:, : high * cols].reshape(-1, cols)
-    packed = sent[:, high * cols :].contiguous()
-    scale_inv = from_e8m0(packed) if like.power_of_two else packed.view(torch.float32)
-    data = codes.view(like.fmt.torch_dtype)
+    count = high * cols
+    width = -(-count // 2) if like.tensor_inv is not None else count
+    codes, packed = sent[:, :width], sent[:, width:].contiguous()
+    if like.tensor_inv is not None:
+        codes, scale_inv = fp4.unpack(codes, count), packed.view(E4M3.torch_dtype).float()
+    else:
+        scale_inv = from_e8m0(packed) if like.power_of_two else packed.view(torch.float32)
+    data = codes.reshape(-1, cols).view(like.fmt.torch_dtype)
     rows = replace(like, data=data, scale_inv=scale_inv, folded=False).hold()
     return rows.fold() if like.folded else rows
 

@@ -62,6 +62,11 @@ class NVFP4BlockScaling(Recipe):
             self._require(field, (only,), "Values are E2M1 and block scales E4M3")
 
     @property
+    def format_name(self) -> str:
+        """See the base class."""
+        return self.fp4_format.name.lower()
+
+    @property
     def is_random(self) -> bool:
         """See the base class."""
         return not self.disable_stochastic_rounding
@@ -81,13 +86,15 @@ class NVFP4Quantizer(Quantizer):
     Args:
         recipe: What to do.
         role: The tensor's role.
+        fold: Whether operands are multiplied by the inverse scales of their blocks at once.
 
     Attributes:
         seed: Of random roundings; every seed gives other numbers.
     """
 
-    def __init__(self, recipe: NVFP4BlockScaling, role: Role) -> None:
+    def __init__(self, recipe: NVFP4BlockScaling, role: Role, *, fold: bool = True) -> None:
         super().__init__(E2M1, role)
+        self.fold = fold
         self.square = role is Role.WEIGHT and not recipe.disable_2d_quantization
         self.mixes = role is not Role.WEIGHT and not recipe.disable_rht
         self.is_random = role is Role.GRAD_OUTPUT and recipe.is_random
@@ -147,7 +154,7 @@ class NVFP4Quantizer(Quantizer):
             first_row = axis.rank * x.shape[0]
         scale = fp4.global_scale(amax)
         draw = fp4.Draw(self.seed, stream, first_row) if self.is_random else None
-        data, scale_inv = fp4.round_blocks(x, block, scale, fold=True, draw=draw)
+        data, scale_inv = fp4.round_blocks(x, block, scale, fold=self.fold, draw=draw)
         return QuantizedTensor(
-            data, scale_inv, E2M1, block, folded=True, tensor_inv=scale.reciprocal()
+            data, scale_inv, E2M1, block, folded=self.fold, tensor_inv=scale.reciprocal()
         )

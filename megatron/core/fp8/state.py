@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +15,7 @@ from megatron.core.fp8.amax import AmaxBook, refuse_missing
 from megatron.core.fp8.expert_state import stack_experts, take_experts
 from megatron.core.fp8.formats import Format
 from megatron.core.fp8.gemm import EMULATIONS
+from megatron.core.fp8.nvfp4 import NVFP4BlockScaling
 from megatron.core.fp8.policy import Fp8Policy
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
 from megatron.core.fp8.recipe import (
@@ -25,9 +27,12 @@ from megatron.core.fp8.recipe import (
 )
 from megatron.core.mesh import Axis
 
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.random import RngStreams
+
 
 def recipe_from_config(fp8: Any) -> Recipe | None:
-    """The recipe that the `fp8_*` fields describe; None if FP8 is off.
+    """The recipe that the `fp8_*` or `fp4_*` fields describe; None if both are off.
 
     Args:
         fp8: Anything with the fields of the FP8 configuration section.
@@ -36,7 +41,7 @@ def recipe_from_config(fp8: Any) -> Recipe | None:
         PrecisionError: If the recipe has no native implementation.
     """
     if not fp8.fp8_format:
-        return None
+        return NVFP4BlockScaling() if fp8.fp4_format else None
     fmt = Format.E4M3 if fp8.fp8_format == "e4m3" else Format.HYBRID
     if fp8.fp8_recipe == "delayed":
         return DelayedScaling(
@@ -73,6 +78,8 @@ class Fp8State:
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
         emulation: `fast` or `exact`, where there is no FP8 hardware.
         generation: Counts synchronisations; weights are quantized anew after each.
+        rng: Where seeds of random roundings come from, with the position in training. None, as in
+            a loop of your own: from torch's default generator.
     """
 
     def __init__(
@@ -99,6 +106,7 @@ class Fp8State:
         self.enabled = self.recipe is not None
         self.recording = True
         self.generation = 0
+        self.rng: RngStreams | None = None
         self.book: AmaxBook | None = None
         self.expert_book: AmaxBook | None = None
         if isinstance(self.recipe, DelayedScaling):
@@ -168,6 +176,7 @@ class Fp8State:
         if book is not None and isinstance(decision.recipe, DelayedScaling):
             slots = book.register(path)
         precision = LinearPrecision(path, decision, self, slots)
+        precision.gradients_differ = is_expert  # of other tokens, or other columns
         self.layers[path] = precision
         return precision
 
@@ -205,6 +214,17 @@ class Fp8State:
             book.history[0].zero_()
         self.generation += 1
 
+    def rounding_seed(self, path: str, sharded: bool) -> int:
+        """Seed of a layer's random roundings at the current position in training.
+
+        Args:
+            path: The layer's.
+            sharded: Whether tensor-parallel ranks round different tensors.
+        """
+        if self.rng is None:
+            return int(torch.randint(2**62, ()))
+        return self.rng.seed_of(f"{path}.rounding", "tp" if sharded else "replicated")
+
     @contextmanager
     def not_recording(self) -> Iterator[None]:
         """Casts inside the block leave no trace, as in evaluation."""
@@ -219,13 +239,15 @@ class Fp8State:
     ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts for a forward and for its recomputation.
 
-        The recomputation sees the switch and the scales of the first forward and records nothing.
+        The recomputation sees the switch, the scales and the random numbers of the first forward
+        and records nothing.
         """
         captured: dict[str, Any] = {}
 
         @contextmanager
         def first() -> Iterator[None]:
             captured["enabled"] = self.enabled
+            captured["numbers"] = self._same_numbers()
             captured["scales"] = [(book, book.snapshot()) for book in self.books]
             yield
 
@@ -233,7 +255,7 @@ class Fp8State:
         def again() -> Iterator[None]:
             enabled, self.enabled = self.enabled, captured["enabled"]
             try:
-                with self.not_recording(), ExitStack() as stack:
+                with self.not_recording(), captured["numbers"](), ExitStack() as stack:
                     for book, snapshot in captured["scales"]:
                         stack.enter_context(book.replay(snapshot))
                     yield
@@ -241,6 +263,14 @@ class Fp8State:
                 self.enabled = enabled
 
         return first(), again()
+
+    def _same_numbers(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context in which seeds are those that would be drawn now."""
+        if self.recipe is None or not self.recipe.is_random:
+            return nullcontext
+        if self.rng is not None:
+            return partial(self.rng.at, self.rng.position)
+        return partial(_generator_at, torch.get_rng_state())
 
     # -- checkpoint -----------------------------------------------------------------------------
 
@@ -252,7 +282,7 @@ class Fp8State:
         recipe, experts = self.recipe, self.expert_book
         return {
             "recipe": recipe.name if recipe else "none",
-            "format": recipe.fp8_format.name.lower() if recipe else "none",
+            "format": recipe.format_name if recipe else "none",
             "layers": self.book.state_dict() if self.book is not None else {},
             "experts": stack_experts(experts.state_dict()) if experts is not None else {},
             "suspended": self.suspended(),
@@ -302,6 +332,17 @@ class Fp8State:
                 " scales were converted."
             )
         return messages
+
+
+@contextmanager
+def _generator_at(state: torch.Tensor) -> Iterator[None]:
+    """Torch's default generator in an earlier state."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
 
 
 def _dropped(saved: str, wanted: str, delayed: bool) -> str:

@@ -64,7 +64,7 @@ class QuantizedTensor:
     def of(tensors: Tensors, form: tuple[Any, ...]) -> QuantizedTensor:
         """The tensor that has these tensors and this form."""
         data, scale_inv, tensor_inv = tensors
-        return QuantizedTensor(data, scale_inv, *form, tensor_inv=tensor_inv)
+        return replace(QuantizedTensor(data, scale_inv, *form), tensor_inv=tensor_inv)
 
     @property
     def is_held(self) -> bool:

@@ -26,7 +26,6 @@ from megatron.core.fp8.kernels.compiled import (
 from megatron.core.fp8.kernels.compiled_blocks import block_value
 from megatron.core.fp8.kernels.plain_fp4 import (
     BLOCK,
-    NUMBERS_A_CALL,
     PHILOX_KEY_STEPS,
     PHILOX_MULTIPLIERS,
     PHILOX_ROUNDS,
@@ -127,9 +126,9 @@ def _value_at_random(typingctx: Any, raw: Any, number: Any, scale: Any, factor: 
 
 
 @compile_loop
-def _scales(largest: Any, unit: Any, inverse: Any, top: Any, floor: Any, offset: Any) -> Any:
+def _scales(largest: Any, unit: Any, inverse: Any, grid: Any) -> Any:
     """What a block is multiplied by, and its inverse scale relative to the tensor's."""
-    inv = _grid_value(_value(largest) * unit, top, floor, offset)
+    inv = _grid_value(_value(largest) * unit, grid[0], grid[1], grid[2])
     scale = np.float32(1.0) / np.float32(inv * inverse)
     if scale > _LARGEST:
         scale = _LARGEST
@@ -154,6 +153,26 @@ def _draw(words: np.ndarray, row: Any, group: Any, stream: Any, k0: Any, k1: Any
 
 
 @compile_loop
+def _round_row(
+    source: np.ndarray,
+    out: np.ndarray,
+    scales: np.ndarray,
+    factors: np.ndarray,
+    numbers: np.ndarray,
+    random: bool,
+    grid: Any,
+) -> None:
+    """Part of a row, whose elements have a scale and a factor each."""
+    top, floor, offset = grid
+    if random:
+        for i in range(source.size):
+            out[i] = _value_at_random(source[i], numbers[i], scales[i], factors[i])
+    else:
+        for i in range(source.size):
+            out[i] = block_value(source[i], scales[i], factors[i], top, floor, offset)
+
+
+@compile_loop
 def _tile_loop(
     src: np.ndarray,
     dst: np.ndarray,
@@ -168,39 +187,27 @@ def _tile_loop(
     draw: Any,
 ) -> None:
     rows, cols = src.shape
-    (top, floor, offset), (largest_scale, scale_floor, scale_offset) = grids
     row, stream, k0, k1 = draw
-    count = inverses.shape[1]
-    scales, factors = np.empty(count, np.float32), np.empty(count, np.float32)
+    scales, factors = np.empty(cols, np.float32), np.empty(cols, np.float32)
     words = np.empty(4 * ((cols + 7) // 8) if random else 0, np.uint32)
     numbers = words.view(np.uint16)
     for b in range(inverses.shape[0]):
         first, last = b * high, min(b * high + high, rows)
-        for k in range(count):
+        for k in range(inverses.shape[1]):
             left, right = k * BLOCK, min(k * BLOCK + BLOCK, cols)
             largest = zero
             for r in range(first, last):
                 source = src[r, left:right]
                 for i in range(source.size):
                     largest = _larger(largest, source[i])
-            scale, inv = _scales(
-                largest, unit, inverse, largest_scale, scale_floor, scale_offset
-            )
+            scale, inv = _scales(largest, unit, inverse, grids[1])
             inverses[b, k] = inv
-            scales[k], factors[k] = scale, inv if fold else np.float32(1.0)
+            scales[left:right] = scale
+            factors[left:right] = inv if fold else np.float32(1.0)
         for r in range(first, last):
             if random:
                 _draw(words, row + np.uint64(r), 0, stream, k0, k1)
-            for k in range(count):
-                left, right = k * BLOCK, min(k * BLOCK + BLOCK, cols)
-                source, out, scale, factor = src[r, left:right], dst[r, left:right], scales[k], factors[k]
-                if random:
-                    drawn = numbers[left:right]
-                    for i in range(source.size):
-                        out[i] = _value_at_random(source[i], drawn[i], scale, factor)
-                else:
-                    for i in range(source.size):
-                        out[i] = block_value(source[i], scale, factor, top, floor, offset)
+            _round_row(src[r], dst[r], scales, factors, numbers, random, grids[0])
 
 
 @compile_loop
@@ -219,7 +226,6 @@ def _column_loop(
 ) -> None:
     """Blocks of one column: magnitudes and scales of a strip of columns at once."""
     rows, cols = src.shape
-    (top, floor, offset), (largest_scale, scale_floor, scale_offset) = grids
     row, stream, k0, k1 = draw
     largest = np.empty(_STRIP, src.dtype)
     scales, factors = np.empty(_STRIP, np.float32), np.empty(_STRIP, np.float32)
@@ -229,28 +235,34 @@ def _column_loop(
         first, last = b * high, min(b * high + high, rows)
         for left in range(0, cols, _STRIP):
             right = min(left + _STRIP, cols)
-            for i in range(right - left):
-                largest[i] = zero
+            largest[:] = zero
             for r in range(first, last):
                 source = src[r, left:right]
                 for i in range(source.size):
                     largest[i] = _larger(largest[i], source[i])
             for i in range(right - left):
-                scale, inv = _scales(
-                    largest[i], unit, inverse, largest_scale, scale_floor, scale_offset
-                )
+                scale, inv = _scales(largest[i], unit, inverse, grids[1])
                 inverses[b, left + i] = inv
                 scales[i], factors[i] = scale, inv if fold else np.float32(1.0)
+            used = words[: 4 * ((right - left + 7) // 8)]
             for r in range(first, last):
-                source, out = src[r, left:right], dst[r, left:right]
                 if random:
-                    groups = (right - left + 7) // 8
-                    _draw(words[: 4 * groups], row + np.uint64(r), left // 8, stream, k0, k1)
-                    for i in range(source.size):
-                        out[i] = _value_at_random(source[i], numbers[i], scales[i], factors[i])
-                else:
-                    for i in range(source.size):
-                        out[i] = block_value(source[i], scales[i], factors[i], top, floor, offset)
+                    _draw(used, row + np.uint64(r), left // 8, stream, k0, k1)
+                source, out = src[r, left:right], dst[r, left:right]
+                _round_row(source, out, scales, factors, numbers, random, grids[0])
+
+
+@compile_loop
+def _load_signed(src: np.ndarray, work: np.ndarray, signs: np.ndarray) -> None:
+    """Up to 16 rows as float32, each with its sign; zeros for those that are missing."""
+    for r in range(BLOCK):
+        sign, v = signs[r], work[r]
+        if r < src.shape[0]:
+            source = src[r]
+            for i in range(source.size):
+                v[i] = _value(source[i]) * sign
+        else:
+            v[:] = np.float32(0.0) * sign
 
 
 @compile_loop
@@ -260,24 +272,13 @@ def _hadamard_loop(src: np.ndarray, dst: np.ndarray, signs: np.ndarray) -> None:
     for first in range(0, dst.shape[0], BLOCK):
         for left in range(0, cols, _STRIP):
             right = min(left + _STRIP, cols)
-            for r in range(BLOCK):
-                v = work[r]
-                if first + r < rows:
-                    source, sign = src[first + r, left:right], signs[r]
-                    for i in range(source.size):
-                        v[i] = _value(source[i]) * sign
-                else:
-                    for i in range(right - left):
-                        v[i] = np.float32(0.0) * signs[r]
-            half = 1
-            while half < BLOCK:
+            _load_signed(src[first : first + BLOCK, left:right], work, signs)
+            for half in (1, 2, 4, 8):
                 for r in range(BLOCK):
                     if not r & half:
                         a, b = work[r, : right - left], work[r + half, : right - left]
                         for i in range(a.size):
-                            total, difference = a[i] + b[i], a[i] - b[i]
-                            a[i], b[i] = total, difference
-                half *= 2
+                            a[i], b[i] = a[i] + b[i], a[i] - b[i]
             for r in range(BLOCK):
                 v, out = work[r], dst[first + r, left:right]
                 for i in range(out.size):

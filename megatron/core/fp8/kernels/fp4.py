@@ -20,7 +20,7 @@ __all__ = ["BLOCK", "Draw", "global_scale", "hadamard", "pack", "round_blocks", 
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Mix each 16 rows of a matrix: `H^T diag(signs) x / 4`, with H the Hadamard matrix of order 16.
+    """Mix each 16 rows of a matrix: `H diag(signs) x / 4`, with H the Hadamard matrix of order 16.
 
     The matrix is orthogonal, so a product of two matrices that sums over their rows stays what it
     was when both are mixed. Sums in fp32, in the order of the fast transform.
@@ -32,6 +32,9 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
         `[rows rounded up to 16, cols]`, the missing rows counted as zeros; bf16 for bf16, else
         fp32.
     """
+    if not x.numel():
+        rows = -(-x.shape[0] // BLOCK) * BLOCK
+        return x.new_empty(rows, x.shape[1])
     if kernels.compiled_for(x):
         return compiled_fp4.hadamard(x)
     return plain_fp4.hadamard(x)

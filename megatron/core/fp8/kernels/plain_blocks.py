@@ -25,13 +25,13 @@ def round_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.round_blocks`."""
     source = x.detach().contiguous()
-    slabs = list(slabs(source, block))
-    amax = torch.cat([_amax(as_blocks(source[span], block)) for span in slabs])
+    spans = list(slabs(source, block))
+    amax = torch.cat([_amax(as_blocks(source[span], block)) for span in spans])
     scale, inverse = block_scale(amax, fmt.max, rule, torch.finfo(x.dtype).max)
     out = torch.empty_like(source, dtype=torch.bfloat16)
     cut = fold and (x.device.type != "cpu" or inverse.min() * fmt.min_subnormal < _BF16_NORMAL)
     first = 0
-    for span in slabs:
+    for span in spans:
         part = as_blocks(source[span], block)
         last = first + part.shape[0]
         v, p, q = buffers(part)

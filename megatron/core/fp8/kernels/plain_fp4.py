@@ -208,4 +208,3 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 def unpack(packed: torch.Tensor, count: int) -> torch.Tensor:
     """The first `count` codes of each line of `pack`'s result."""
     return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)[..., :count]
-
