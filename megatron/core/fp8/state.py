@@ -266,11 +266,12 @@ class Fp8State:
 
     def _same_numbers(self) -> Callable[[], AbstractContextManager[None]]:
         """A context in which seeds are those that would be drawn now."""
-        if self.recipe is None or not self.recipe.is_random:
-            return nullcontext
         if self.rng is not None:
             return partial(self.rng.at, self.rng.position)
-        return partial(_generator_at, torch.get_rng_state())
+        recipes = (layer.decision.recipe for layer in self.layers.values())
+        if any(recipe is not None and recipe.is_random for recipe in recipes):
+            return partial(_generator_at, torch.get_rng_state())
+        return nullcontext
 
     # -- checkpoint -----------------------------------------------------------------------------
 

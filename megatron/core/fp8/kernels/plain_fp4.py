@@ -174,8 +174,9 @@ def encode(held: torch.Tensor) -> torch.Tensor:
     """Codes (uint8) of grid values held in bf16; NaN becomes the largest value."""
     twice = (held.abs().float() * 2.0).nan_to_num_(12.0).clamp_(max=12.0)
     table = _codes(held.device)
-    codes = table.index_select(0, twice.view(-1).to(torch.int32)).view(held.shape)
-    return codes | (torch.signbit(held).to(torch.uint8) << 3)
+    codes = table.index_select(0, twice.reshape(-1).to(torch.int32)).view(held.shape)
+    negative = torch.signbit(held) & ~torch.isnan(held)
+    return codes | (negative.to(torch.uint8) << 3)
 
 
 @cache
