@@ -41,7 +41,7 @@ def recipe_from_config(fp8: Any) -> Recipe | None:
         PrecisionError: If the recipe has no native implementation.
     """
     if not fp8.fp8_format:
-        return NVFP4BlockScaling() if fp8.fp4_format else None
+        return _fp4_recipe(fp8.fp4_recipe) if fp8.fp4_format else None
     fmt = Format.E4M3 if fp8.fp8_format == "e4m3" else Format.HYBRID
     if fp8.fp8_recipe == "delayed":
         return DelayedScaling(
@@ -64,6 +64,13 @@ def recipe_from_config(fp8: Any) -> Recipe | None:
             "Use delayed, tensorwise, blockwise or mxfp8",
         )
     )
+
+
+def _fp4_recipe(name: str) -> Recipe:
+    if name != "nvfp4":
+        why = "The native backend has no such recipe"
+        raise PrecisionError(complaint("--fp4-recipe", name, why, "Use nvfp4"))
+    return NVFP4BlockScaling()
 
 
 class Fp8State:
