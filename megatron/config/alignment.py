@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.config.fp8 import recipe_of
+from megatron.config.fp8_policy import recipes_in_use
 from megatron.config.problems import Problem
 
 ALIGNMENT = 16
@@ -107,11 +107,12 @@ def misaligned(c: Any) -> Iterator[Problem]:
     Args:
         c: A configuration, finished or not.
     """
-    recipe = recipe_of(c)
-    if recipe is None:
-        return
-    multiple, kind = alignment_of(recipe), "fp4" if c.fp8_format is None else "fp8"
+    multiples = [alignment_of(name) for name in recipes_in_use(c)] or [1]
+    kind = "fp4" if c.fp8_format is None else "fp8"
     for flags, what, size, step in extents(c):
+        # Every layer sees the tokens; a width concerns some layers, which are checked as they are
+        # built.
+        multiple = max(multiples) if flags[0] == "--seq-length" else min(multiples)
         if size % multiple == 0:
             continue
         near = nearest_multiples(size, multiple)

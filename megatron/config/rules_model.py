@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron.config.alignment import misaligned
 from megatron.config.draft import DEFAULT_MODEL, Draft
 from megatron.config.fp8 import published_format, recipe_of
+from megatron.config.fp8_policy import recipes_in_use
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
 
@@ -51,6 +52,7 @@ _AT_LEAST_ONE = (
     "tensorboard_queue_size",
 )
 _AT_LEAST_ZERO = (
+    "fp8_warmup_iters",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
     "eval_iters",
@@ -262,10 +264,11 @@ def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
     """FP8 settings are given only when --fp8-format switches FP8 on; some also with FP4."""
     if c.fp8_format is not None or c.broken & {"fp8_format", "fp4_format"}:
         return
-    names: tuple[str, ...] = ("fp8_recipe", "fp8_margin", "fp8_amax_history_len")
-    names = (*names, "fp8_amax_compute_algo")
+    names: tuple[str, ...] = ("fp8_recipe",)
+    if "delayed" not in recipes_in_use(c):
+        names = (*names, "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
     if recipe_of(c) is None:
-        names = (*names, "fp8_wgrad", "first_last_layers_bf16")
+        names = (*names, "fp8_wgrad", "first_last_layers_bf16", "fp8_warmup_iters", "fp8_policy")
     changed = tuple(flag_of(n) for n in names if c.values[n] != SPECS[n].default)
     if changed:
         yield Problem(
@@ -290,8 +293,8 @@ def one_low_precision(c: Draft) -> Iterator[Problem]:
 
 @rule
 def history_belongs_to_delayed_scaling(c: Draft) -> Iterator[Problem]:
-    """Margin and amax history are given only with --fp8-recipe delayed."""
-    if c.fp8_format is None or c.fp8_recipe == "delayed":
+    """Margin and amax history are given only with --fp8-recipe delayed, or a layer that has it."""
+    if c.fp8_format is None or "delayed" in (c.fp8_recipe, *recipes_in_use(c)):
         return
     names = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
     changed = [n for n in names if c.values[n] != SPECS[n].default]

@@ -81,7 +81,7 @@ class TestStart:
         assert initialized(fake)[0]["quantization_modes"] == [FP8_MODE, NONE]
 
     def test_four_bits_do_not_travel_in_them(self, newest):
-        with pytest.raises(PrecisionError, match="--tp-comm-overlap: got --fp4-format"):
+        with pytest.raises(PrecisionError, match="--tp-comm-overlap: got nvfp4"):
             start(newest, fp4_format="e2m1", bf16=True)
         assert not initialized(newest)
 
