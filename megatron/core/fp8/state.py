@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.config import fp8_policy
-from megatron.config.fp8 import published_format, recipe_of
+from megatron.config.fp8 import published_format
 from megatron.core.capability import has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import resume
@@ -54,9 +54,9 @@ def recipe_from_config(
     Raises:
         PrecisionError: If the recipe has no native implementation.
     """
-    if recipe_of(fp8) is None:
+    if not (fp8.fp8_format or fp8.fp4_format):
         return None
-    name = name or recipe_of(fp8) or ""
+    name = name or (fp8.fp8_recipe if fp8.fp8_format else fp8.fp4_recipe)
     if name == "nvfp4":
         return NVFP4BlockScaling()
     fmt_name = fp8_format or fp8.fp8_format or published_format(name)
