@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron.config.fp8 import recipe_of
 from megatron.config.moe import moe_layers
 from megatron.config.problems import Problem
 from megatron.config.schema import SPECS
@@ -33,7 +34,7 @@ _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 
 def recipes() -> tuple[str, ...]:
     """Every recipe that a rule may name."""
-    return SPECS["fp8_recipe"].setting.choices
+    return (*SPECS["fp8_recipe"].setting.choices, *SPECS["fp4_recipe"].setting.choices)
 
 
 def formats() -> tuple[str, ...]:
@@ -318,19 +319,20 @@ def recipes_in_use(c: Any) -> set[str]:
     """Names of the recipes that at least one layer runs in; `bf16` is none.
 
     Args:
-        c: A configuration, finished or not; without FP8 there are none.
+        c: A configuration, finished or not; without FP8 or FP4 there are none.
     """
-    if c.fp8_format is None:
+    own = recipe_of(c)
+    if own is None:
         return set()
     rules = _policy_of(c).rules
     if not rules:
-        return {c.fp8_recipe}
+        return {own}
     return {recipe for path in _paths_if_known(c) if (recipe := recipe_at(c, rules, path)) != PLAIN}
 
 
 def hybrid_recipes(c: Any) -> list[str]:
     """Names of the recipes that are used with `hybrid`, in alphabetical order."""
-    if c.fp8_format is None:
+    if recipe_of(c) is None:
         return []
     rules = _policy_of(c).rules
     found = {c.fp8_recipe} if c.fp8_format == "hybrid" and not rules else set()
@@ -346,7 +348,7 @@ def recipe_at(c: Any, rules: Sequence[PolicyRule], path: str) -> str:
     if kept_by_edges(c, path):
         return PLAIN
     rule = deciding(rules, path)
-    return str(c.fp8_recipe if rule is None or rule.recipe is None else rule.recipe)
+    return str(recipe_of(c) if rule is None or rule.recipe is None else rule.recipe)
 
 
 def attention_recipes(c: Any) -> list[str]:
@@ -387,6 +389,10 @@ def problems(c: Any) -> Iterator[Problem]:
         return
     open_paths = [path for path in paths if not kept_by_edges(c, path)]
     for rule in policy.rules:
+        recipe = rule.recipe or recipe_of(c)
+        if rule.fp8_format and recipe in SPECS["fp4_recipe"].setting.choices:
+            got = f"rule {rule.number}: format: {rule.fp8_format} with {recipe} in {where}"
+            yield Problem((FLAG,), got, f"{recipe} is a recipe of FP4", "Remove the format")
         stray = [one for one in rule.modules if not any(fnmatchcase(p, one) for p in paths)]
         for pattern in stray:
             got = f"rule {rule.number}: module: {pattern} in {where}"

@@ -33,6 +33,14 @@ def fp8_attention_has_a_recipe(c: Draft) -> Iterator[Problem]:
     """FP8 attention needs --fp8-format and a recipe with one scale for a tensor."""
     if not c.fp8_dot_product_attention or c.broken & {"fp8_format", "fp8_recipe"}:
         return
+    if c.fp4_format is not None and c.fp8_format is None:
+        yield Problem(
+            ("--fp8-dot-product-attention", "--fp4-format"),
+            c.fp4_format,
+            "Attention has no products in FP4",
+            "Remove one of them, or use --fp8-format instead of --fp4-format",
+        )
+        return
     if c.fp8_format is None:
         yield Problem(
             ("--fp8-dot-product-attention",),

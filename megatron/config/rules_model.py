@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.alignment import misaligned
 from megatron.config.draft import DEFAULT_MODEL, Draft
-from megatron.config.fp8 import published_format
+from megatron.config.fp8 import published_format, recipe_of
 from megatron.config.fp8_policy import recipes_in_use
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
@@ -262,20 +262,14 @@ def one_half_precision(c: Draft) -> Iterator[Problem]:
 
 @rule
 def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
-    """FP8 settings are given only when --fp8-format switches FP8 on."""
-    if c.fp8_format is not None or "fp8_format" in c.broken:
+    """FP8 settings are given only when --fp8-format switches FP8 on; some also with FP4."""
+    if c.fp8_format is not None or c.broken & {"fp8_format", "fp4_format"}:
         return
-    names = (
-        "fp8_recipe",
-        "fp8_margin",
-        "fp8_amax_history_len",
-        "fp8_amax_compute_algo",
-        "fp8_wgrad",
-        "fp8_emulate_accumulation",
-        "first_last_layers_bf16",
-        "fp8_warmup_iters",
-        "fp8_policy",
-    )
+    names: tuple[str, ...] = ("fp8_recipe", "fp8_emulate_accumulation")
+    if "delayed" not in recipes_in_use(c):
+        names = (*names, "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+    if recipe_of(c) is None:
+        names = (*names, "fp8_wgrad", "first_last_layers_bf16", "fp8_warmup_iters", "fp8_policy")
     changed = tuple(flag_of(n) for n in names if c.values[n] != SPECS[n].default)
     if changed:
         yield Problem(
@@ -283,6 +277,18 @@ def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
             "no --fp8-format",
             "Without --fp8-format nothing runs in FP8",
             f"Add --fp8-format {published_format(c.fp8_recipe)}, or remove the other FP8 flags",
+        )
+
+
+@rule
+def one_low_precision(c: Draft) -> Iterator[Problem]:
+    """--fp8-format and --fp4-format exclude each other."""
+    if c.fp8_format is not None and c.fp4_format is not None:
+        yield Problem(
+            ("--fp8-format", "--fp4-format"),
+            f"{c.fp8_format} and {c.fp4_format}",
+            "The operands of a product have one format",
+            "Remove one of them; --first-last-layers-bf16 goes with both",
         )
 
 
@@ -309,10 +315,11 @@ def emulated_sums_are_those_of_hopper(c: Draft) -> Iterator[Problem]:
     if c.fp8_emulate_accumulation != "hopper" or c.fp8_format is None:
         return
     flag = "--fp8-emulate-accumulation"
-    if c.fp8_recipe not in _ON_HOPPER and "fp8_recipe" not in c.broken:
+    foreign = sorted(recipes_in_use(c) - set(_ON_HOPPER))
+    if foreign and "fp8_recipe" not in c.broken:
         yield Problem(
             (flag, "--fp8-recipe"),
-            f"hopper and {c.fp8_recipe}",
+            f"hopper and {', '.join(foreign)}",
             "Hopper has no products for this recipe",
             f"Use --fp8-recipe {', '.join(_ON_HOPPER[:-1])} or {_ON_HOPPER[-1]}",
         )
@@ -357,6 +364,6 @@ def high_precision_layers_fit(c: Draft) -> Iterator[Problem]:
 
 @rule
 def fp8_extents_align(c: Draft) -> Iterator[Problem]:
-    """In FP8 on Transformer Engine, sizes of each rank are multiples of 16 (mxfp8: 32)."""
+    """In FP8 and FP4 on Transformer Engine, sizes of each rank are multiples of 16 (mxfp8: 32)."""
     if c.transformer_impl == "transformer_engine":
         yield from misaligned(c)

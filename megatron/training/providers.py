@@ -117,7 +117,7 @@ def build_gpt(
         weight_grads: Where linear layers may put off their weight gradients.
     """
     fp8 = Fp8State.from_config(cfg, runtime.device)
-    rng = RngStreams(cfg.seed, runtime.mesh, runtime.device)
+    fp8.rng = rng = RngStreams(cfg.seed, runtime.mesh, runtime.device)
     build = Build(
         config=cfg,
         mesh=runtime.mesh,

@@ -62,6 +62,7 @@ ON_TWO = {
     "tp2 sp delayed": {**TP2, **FP8},
     "tp2 sp tensorwise": {**TP2, **FP8, "fp8_recipe": "tensorwise"},
     "tp2 sp mxfp8": {**TP2, **FP8, "fp8_recipe": "mxfp8"},
+    "tp2 sp nvfp4": {**TP2, **FP8, "fp8_format": None, "fp4_format": "e2m1"},
     "tp2 overlapped blockwise": {**TP2, **FP8, "fp8_recipe": "blockwise", "tp_comm_overlap": True},
 }  # fmt: skip
 ON_FOUR = {

@@ -76,6 +76,20 @@ REFUSED = [
     ({"fp8_recipe": "mxfp8"}, "--fp8-recipe", ["Add --fp8-format e4m3"]),
     ({"fp8_amax_history_len": 16}, "--fp8-amax-history-len", ["--fp8-format"]),
     ({"fp8_wgrad": False}, "--no-fp8-wgrad", ["--fp8-format"]),
+    ({**FP8, "fp4_format": "e2m1"}, "--fp8-format", ["hybrid and e2m1", "Remove one"]),
+    ({"fp4_format": "e2m1", "fp8_recipe": "mxfp8"}, "--fp8-recipe", ["no --fp8-format"]),
+    (
+        {"fp4_format": "e2m1", "fp8_dot_product_attention": True},
+        "--fp8-dot-product-attention",
+        ["no products in FP4"],
+    ),
+    ({"fp4_format": "e2m1", "fp8_warmup_iters": 9, "train_iters": 9}, "--fp8-warmup-iters", []),
+    ({"fp4_recipe": "custom"}, "--fp4-recipe", ["Custom", "Use --fp4-recipe nvfp4"]),
+    (
+        {"fp4_format": "e2m1", "transformer_impl": "transformer_engine", "ffn_hidden_size": 200},
+        "--ffn-hidden-size",
+        ["FP4 products", "192 or 208", "--fp4-format"],
+    ),
     (
         {**FP8, "fp8_recipe": "mxfp8", "fp8_emulate_accumulation": "hopper"},
         "--fp8-emulate-accumulation",
@@ -661,6 +675,8 @@ ACCEPTED = [
     {**FP8, "fp16": True},
     {**FP8, "fp8_recipe": "blockwise", "fp8_emulate_accumulation": "hopper"},
     {**FP8, "fp8_recipe": "mxfp8", "first_last_layers_bf16": True},
+    {"fp4_format": "e2m1", "first_last_layers_bf16": True, "fp8_wgrad": False},
+    {"fp4_format": "e2m1", "hidden_size": 60, "seq_length": 31},
     {**FP8, "seq_length": 31},  # the native backend pads inside the product
     {**FP8, "hidden_size": 60, "ffn_hidden_size": 100},
     {**TE_FP8, "fp8_recipe": "mxfp8", "seq_length": 64},

@@ -181,8 +181,11 @@ def test_experts_of_a_matrix_are_decided_together():
 def test_edges_of_every_recipe_go_by_the_number_in_the_whole_model():
     """Also those of experts, and whatever part of the model a pipeline stage holds."""
     for recipe in fp8_policy.recipes():
+        chosen = {"fp8_recipe": recipe}
+        if recipe == "nvfp4":
+            chosen = {"fp8_format": None, "fp4_format": "e2m1"}
         cfg = config(
-            fp8_recipe=recipe, first_last_layers_bf16=True, num_layers_at_start_in_bf16=2,
+            **chosen, first_last_layers_bf16=True, num_layers_at_start_in_bf16=2,
             num_layers_at_end_in_bf16=0, **EXPERTS,
             **{name: 1 if "len" in name else "most_recent" for name in
                ("fp8_amax_history_len", "fp8_amax_compute_algo")},
@@ -213,6 +216,22 @@ def test_rules_choose_for_attention_too():
         config("module: '*.core_attention', wgrad: bf16", **asked)
     with pytest.raises(ConfigError, match="no linear layer of this path"):
         config("module: '*.core_attention', recipe: bf16")
+
+
+def test_fp4_and_fp8_in_one_run():
+    defaults = {"fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"}
+    fp4 = {"fp8_format": None, "fp4_format": "e2m1", **defaults}
+    found = decided(state_of("layers: 0, recipe: mxfp8", "layers: 1, wgrad: bf16", **fp4))
+    assert [found[FC2.format(n)] for n in range(3)] == [
+        "mxfp8 e4m3", "nvfp4 e2m1 without wgrad", "nvfp4 e2m1"
+    ]  # fmt: skip
+    found = decided(state_of("layers: 1, recipe: nvfp4"))
+    assert [found[FC2.format(n)] for n in (0, 1)] == ["delayed hybrid", "nvfp4 e2m1"]
+    state = state_of("layers: 0, recipe: delayed", **{**fp4, "fp8_amax_history_len": 4})
+    assert state.book.history.shape == (4, 4 * 5)
+    for entry, settings in (("recipe: nvfp4, format: e4m3", {}), ("format: hybrid", fp4)):
+        with pytest.raises(ConfigError, match="nvfp4 is a recipe of FP4. Remove the format"):
+            config(f"layers: 0, {entry}", **settings)
 
 
 def test_the_table_names_the_rule():

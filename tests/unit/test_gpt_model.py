@@ -311,8 +311,9 @@ PRECISIONS = [
     {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
     {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "blockwise"},
     {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
+    {"bf16": True, "fp4_format": "e2m1"},
 ]
-IDS = ["bf16", "delayed", "tensorwise", "blockwise", "mxfp8"]
+IDS = ["bf16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
 
 
 def two_steps(settings):

@@ -11,7 +11,9 @@ inverse scales:
 
 In the first two, scales of blocks are applied to the operands instead, before the product. With
 powers of two that is exact in bf16 and `fast` rounds once, too; with other scales both modes
-multiply in fp32. Scaled values below 2**-126 or above the largest bf16 lose bits.
+multiply in fp32. Scaled values below 2**-126 or above the largest bf16 lose bits. FP4 values times
+their block's scale are exact in bf16, too, and the scale of the tensor above them is applied to the
+product as above.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ def gemm_nt(
         `[M, N]`.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        if emulation == HOPPER and not _on_hardware(a, b):
+        hopper = emulation == HOPPER and not _on_hardware(a, b)
+        if not hopper:
+            a, b = a.uniform(), b.uniform()
+        if hopper:
             made = accumulation.multiply(a, b, split=not fast_accum)
             made = made if bias is None else made.add_(bias.float())
         elif _by_blocks(a, b):
@@ -135,6 +140,7 @@ def gemm_nt_accumulate(
         if emulation == HOPPER and not _on_hardware(a, b):
             out.add_(accumulation.multiply(a, b, split=True))
             return
+        a, b = a.uniform(), b.uniform()
         if _by_blocks(a, b):
             _accumulate_blocks(a, b, out, emulation)
             return
@@ -168,7 +174,7 @@ def ready(a: Operand) -> Operand:
 def ready_dtype(a: Operand) -> torch.dtype:
     """The type of the elements of `ready(a)`."""
     if isinstance(a, QuantizedTensor):
-        if a.block is not None and not a.folded:
+        if a.block is not None and not a.folded and a.tensor_inv is None:
             return torch.float32
         return _compute_dtype(a.data) if a.is_held else a.data.dtype
     return _compute_dtype(a)

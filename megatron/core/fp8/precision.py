@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.fp8.amax import GroupView, Slots
 from megatron.core.fp8.gemm import kernel_name
+from megatron.core.fp8.nvfp4 import NVFP4BlockScaling, NVFP4Quantizer
 from megatron.core.fp8.policy import Decision
 from megatron.core.fp8.quantizers import (
     BlockQuantizer,
@@ -96,6 +97,8 @@ class LinearPrecision:
         slots: The layer's columns in the book; None without delayed scaling.
         suspended: Why the layer is held in high precision for now; empty if it is not. May be
             changed between steps, alike on all ranks; nothing is recorded meanwhile.
+        gradients_differ: Whether tensor-parallel ranks hold different output gradients. If they
+            round at random, they then do so with different numbers.
         fp8_meta: Scaling state under Transformer Engine's keys: `scaling_fwd` and `scaling_bwd`
             with live `amax_history` and `scale`, present with delayed scaling only.
     """
@@ -104,7 +107,7 @@ class LinearPrecision:
         self, path: str, decision: Decision, state: Fp8State, slots: Slots | None = None
     ) -> None:
         self.path, self.decision, self.state, self.slots = path, decision, state, slots
-        self.suspended = ""
+        self.suspended, self.gradients_differ = "", False
         self._quantizers: dict[Role, Quantizer] = {}
         if decision.recipe is not None:
             self._quantizers = {role: self._quantizer(decision.recipe, role) for role in Role}
@@ -125,6 +128,8 @@ class LinearPrecision:
             return CurrentQuantizer(recipe, role, hardware=hardware)
         if isinstance(recipe, BlockRecipe):
             return BlockQuantizer(recipe, role, fold=self.state.emulation == "fast")
+        if isinstance(recipe, NVFP4BlockScaling):
+            return NVFP4Quantizer(recipe, role)
         raise TypeError(f"No quantizer for {recipe!r}.")
 
     def _meta(self) -> dict[str, Any]:
@@ -166,6 +171,13 @@ class LinearPrecision:
             KeyError: If the layer was not built for FP8.
         """
         return self._quantizers[role]
+
+    def rounding_seed(self) -> int:
+        """Seed of the random roundings in the backward of a forward that starts now; 0 for none."""
+        recipe = self.decision.recipe
+        if recipe is None or not (recipe.is_random and self.active):
+            return 0
+        return self.state.rounding_seed(self.path, self.gradients_differ)
 
     def quantize_weight(
         self, weight: torch.Tensor, is_first_microbatch: bool | None = None
@@ -222,7 +234,7 @@ class LinearPrecision:
             reason = decision.why(gemm)
             return PrecisionRow(self.path, gemm, plain, plain, f"{plain} GEMM", reason)
         first, second = (decision.recipe.format_of(role) for role in _OPERANDS[gemm])
-        name = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
+        name = f"{decision.recipe.family} {first.name}x{second.name} {decision.recipe.name}"
         if not self.active:
             planned = self.suspended or self.state.waits(decision.rule)
             reason = planned or "FP8 is switched off at this step"
