@@ -359,8 +359,9 @@ def test_fp8_takes_any_size(precision):
     (loss, gradient), (reference, expected) = results
     assert loss != reference
     assert loss == pytest.approx(reference, rel=1e-2)
-    # Two layers of FP8 noise, 4 to 8 % a product.
-    assert (gradient - expected).float().norm() < 0.2 * expected.float().norm()
+    # Two layers of noise: 4 to 8 % a product in FP8, 16 to 25 % in FP4 with stochastic rounding.
+    bound = 0.5 if "fp4_format" in precision else 0.2
+    assert (gradient - expected).float().norm() < bound * expected.float().norm()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=IDS)
