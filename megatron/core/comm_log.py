@@ -34,19 +34,19 @@ class Packing:
 
     Attributes:
         sent: Bytes of a line on the wire.
-        scales: How many of them are scales, or magnitudes that ranks agree on.
+        spent: How many of them are there for FP8 alone, such as scales.
         plain: Bytes of the line in the type that it is sent in without FP8; 0 for what is sent
             because of FP8 only.
     """
 
     sent: int = 1
-    scales: int = 0
+    spent: int = 0
     plain: int = 1
 
 
 AS_IT_IS = Packing()
 # What is sent because of FP8 only.
-BECAUSE_OF_FP8 = Packing(sent=1, scales=1, plain=0)
+BECAUSE_OF_FP8 = Packing(sent=1, spent=1, plain=0)
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class Transfer:
         return self._sent(self.payload_bytes * self.packing.plain // self.packing.sent)
 
     @property
-    def scale_bytes(self) -> int:
-        """How much of `sent_bytes` is scales."""
-        return self._sent(self.payload_bytes * self.packing.scales // self.packing.sent)
+    def spent_bytes(self) -> int:
+        """How much of `sent_bytes` is there for FP8 alone."""
+        return self._sent(self.payload_bytes * self.packing.spent // self.packing.sent)
 
     def _sent(self, payload: int) -> int:
         return payload * _TRIPS[self.kind](self.ranks) // self.ranks
