@@ -34,19 +34,19 @@ class Packing:
 
     Attributes:
         sent: Bytes of a line on the wire.
-        spent: How many of them are there for FP8 alone, such as scales.
+        scales: How many of them are scales, or something else that is there for FP8 alone.
         plain: Bytes of the line in the type that it is sent in without FP8; 0 for what is sent
             because of FP8 only.
     """
 
     sent: int = 1
-    spent: int = 0
+    scales: int = 0
     plain: int = 1
 
 
 AS_IT_IS = Packing()
 # What is sent because of FP8 only.
-BECAUSE_OF_FP8 = Packing(sent=1, spent=1, plain=0)
+BECAUSE_OF_FP8 = Packing(sent=1, scales=1, plain=0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Transfer:
     @property
     def spent_bytes(self) -> int:
         """How much of `sent_bytes` is there for FP8 alone."""
-        return self._sent(self.payload_bytes * self.packing.spent // self.packing.sent)
+        return self._sent(self.payload_bytes * self.packing.scales // self.packing.sent)
 
     def _sent(self, payload: int) -> int:
         return payload * _TRIPS[self.kind](self.ranks) // self.ranks

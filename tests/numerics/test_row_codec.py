@@ -43,8 +43,8 @@ def test_bytes(name):
     packing = codec.packing(x)
     assert codec.pack(x).shape == (6, packing.sent)
     assert codec.pack(x).dtype == torch.uint8
-    assert packing.spent == {"mxfp8": 10, "blockwise": 3}[name]
-    assert (packing.sent, packing.plain) == (300 + packing.spent, 600)
+    assert packing.scales == {"mxfp8": 10, "blockwise": 3}[name]
+    assert (packing.sent, packing.plain) == (300 + packing.scales, 600)
     assert codec.packing(x.float()).plain == 1200
 
 

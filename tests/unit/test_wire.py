@@ -58,7 +58,7 @@ def test_every_function_notes_what_it_would_move():
 
 def test_packed_lines_are_known_by_what_they_stand_for():
     log = CommLog()
-    axis = paper(log=log).packed(Packing(sent=33, spent=1, plain=64))
+    axis = paper(log=log).packed(Packing(sent=33, scales=1, plain=64))
     wire.all_to_all(torch.empty(0), torch.empty(8, 33, dtype=torch.uint8), axis)
     mappings.all_reduce_(torch.ones(1), paper(log=log), "max", AMAX)
     packed, agreed = log.counts
