@@ -105,8 +105,8 @@ class Fp8Config:
     fp8_emulate_accumulation: str = field(
         "fp32",
         choices=("fp32", "hopper"),
-        help="Without FP8 hardware: add products up in fp32, or as Hopper's tensor cores do, in 14"
-        " bits (to study what that does; slow).",
+        help="Without FP8 hardware: add the products of linear layers up in fp32, or as Hopper's"
+        " tensor cores do, in 14 bits (to study what that does; slow).",
     )
     fp8_allow_fallback: bool = field(
         False, help="Go on when a layer cannot run in the precision that was asked for."

@@ -315,11 +315,11 @@ def emulated_sums_are_those_of_hopper(c: Draft) -> Iterator[Problem]:
     if c.fp8_emulate_accumulation != "hopper" or c.fp8_format is None:
         return
     flag = "--fp8-emulate-accumulation"
-    foreign = sorted(recipes_in_use(c) - set(_ON_HOPPER))
-    if foreign and "fp8_recipe" not in c.broken:
+    others = sorted({c.fp8_recipe, *recipes_in_use(c)} - {*_ON_HOPPER})
+    if others and "fp8_recipe" not in c.broken:
         yield Problem(
             (flag, "--fp8-recipe"),
-            f"hopper and {', '.join(foreign)}",
+            f"hopper and {' and '.join(others)}",
             "Hopper has no products for this recipe",
             f"Use --fp8-recipe {', '.join(_ON_HOPPER[:-1])} or {_ON_HOPPER[-1]}",
         )
