@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from distpool import run_ranks
 
@@ -16,7 +14,7 @@ from megatron.training.providers import setup_model
 from megatron.training.step import TrainStep
 from tests.parity import BASE, SyntheticSource
 
-FP8 = {"bf16": True, "fp8_format": "hybrid", "fp8_stats_interval": 2, "fp8_stats_samples": 0,
+FP8 = {"fp8_format": "hybrid", "fp8_stats_interval": 2, "fp8_stats_samples": 0,
        "train_iters": 2}  # fmt: skip
 
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32, "add_bias_linear": False}
@@ -62,17 +60,15 @@ def test_every_layout_measures_what_one_process_does(world, layout):
 
 
 def same_cast(ours, expected):
-    """Two steps in bf16: layouts round sums differently, one part in 2**8 for each of a few sums.
-
-    A share of few elements may move by one or two of them.
-    """
-    assert ours.amax == pytest.approx(expected.amax, rel=0.03)
-    assert ours.scale == pytest.approx(expected.scale, rel=0.03)
-    assert ours.snr_db == pytest.approx(expected.snr_db, abs=0.5)
-    assert ours.underflow == pytest.approx(expected.underflow, abs=0.01)
-    assert ours.saturated == pytest.approx(expected.saturated, abs=0.01)
+    """fp32: other sums differ by parts in 10**7, which may move an element to the next code."""
+    assert ours.amax == pytest.approx(expected.amax, rel=1e-5)
+    assert ours.scale == pytest.approx(expected.scale, rel=1e-5)
+    assert ours.snr_db == pytest.approx(expected.snr_db, abs=1e-2)
+    assert ours.underflow == pytest.approx(expected.underflow, abs=1e-3)
+    assert ours.saturated == pytest.approx(expected.saturated, abs=1e-3)
     assert ours.nonfinite == expected.nonfinite == 0
-    assert ours.elements % expected.elements == 0 or expected.elements % ours.elements == 0
+    # What tensor-parallel ranks hold alike counts once for each.
+    assert ours.elements in (expected.elements, 2 * expected.elements)
 
 
 def test_experts_of_other_ranks_are_known_everywhere():
@@ -84,7 +80,6 @@ def test_experts_of_other_ranks_are_known_everywhere():
     experts = [path for path in expected if ".experts." in path]
     assert len(experts) == 2 * 2 * 4
     for path in experts:
+        assert found[0][path].keys() == expected[path].keys()
         for role, own in expected[path].items():
-            ours = found[0][path][role]
-            assert ours.amax == pytest.approx(own.amax, rel=0.05)
-            assert math.isfinite(ours.snr_db)
+            same_cast(found[0][path][role], own)
