@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config import (
     rules_data,
+    rules_fp8_stats,
     rules_model,
     rules_moe,
     rules_overlap,
@@ -25,6 +26,7 @@ _LISTED = (
     rules_overlap,
     rules_pipeline,
     rules_training,
+    rules_fp8_stats,
     rules_data,
 )
 _MODULES = [m.__name__ for m in _LISTED]

@@ -22,9 +22,10 @@ from megatron.observe.events import (
 )
 from megatron.observe.lines import stamp
 from megatron.observe.sinks import build_sinks
-from megatron.training import fp8_watch, precision
+from megatron.training import precision
 from megatron.training.checkpointing import check_save, load_checkpoint, save_checkpoint
 from megatron.training.flops import flops_per_iteration
+from megatron.training.fp8_watch import Fp8Watch
 from megatron.training.initialize import Runtime
 from megatron.training.memory import measure, theoretical_bytes
 from megatron.training.progress import Progress
@@ -129,7 +130,6 @@ class Trainer:
         self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
         check_save(cfg, self.mesh, self._say)
         self._parts = setup_model(cfg, runtime)
-        self._parts.fp8.stats = fp8_watch.collector(runtime)
         if cfg.load is not None:
             loaded = load_checkpoint(
                 cfg,
@@ -212,6 +212,7 @@ class Trainer:
                 complaint("data", "no training split", "There is nothing to train on", "Give one")
             )
         self._step = TrainStep(cfg, self._runtime, self.parts, sources.train)
+        fp8 = Fp8Watch(self._runtime, self.parts.fp8, self.bus.emit, progress.iteration)
         self._say("training ...")
         self._stamp("before the start of training step")
         self.parts.ddp.train()
@@ -225,6 +226,7 @@ class Trainer:
         while progress.iteration < cfg.train_iters:
             outcome = self._step.run(progress.iteration + 1, progress.consumed_train_samples)
             self._account(outcome)
+            fp8.after_step(outcome)
             self._report_memory(progress.iteration - first)
             self._stop_when_hopeless(outcome)
             if cfg.eval_interval and progress.iteration % cfg.eval_interval == 0:
