@@ -243,8 +243,8 @@ class Fp8Alert:
 
     Attributes:
         iteration: The iteration.
-        kind: ``amax jump``, ``outlier``, ``saturation``, ``underflow``, ``degenerate scale`` or
-            ``not finite``.
+        kind: ``amax jump``, ``outlier``, ``saturation``, ``underflow``, ``degenerate scale``,
+            ``not finite`` or ``not cast``.
         path: The layer that shows it most.
         role: Which of its tensors.
         value: What was measured.

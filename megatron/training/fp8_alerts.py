@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -80,16 +80,18 @@ class Alerts:
         # (kind, path): the look from which it may be reported again, and the pause after that.
         self._quiet: dict[tuple[str, str], tuple[int, int]] = {}
 
-    def look(self, iteration: int, figures: Figures) -> list[Fp8Alert]:
+    def look(self, iteration: int, figures: Figures, uncast: Sequence[str] = ()) -> list[Fp8Alert]:
         """Return what to report of one step.
 
         Args:
             iteration: The step.
             figures: Of every layer, in the order in which they run.
+            uncast: Layers that were to run in FP8 and cast nothing.
         """
         self._looks += 1
         ratio = self._limits.amax_ratio
         kinds: tuple[tuple[str, float, Iterator[_Hit]], ...] = (
+            ("not cast", 0.0, _not_cast(uncast)),
             ("not finite", 0.0, self._not_finite(figures)),
             ("degenerate scale", 0.0, self._degenerate(figures)),
             ("saturation", self._limits.saturation, self._shares(figures, "saturated")),
@@ -110,7 +112,7 @@ class Alerts:
             pause = self._quiet.get((kind, path), (0, FIRST_PAUSE))[1]
             self._quiet[kind, path] = (self._looks + pause, 2 * pause)
         # The first module that is not finite is the one to look at, elsewhere the worst one.
-        first = hits[0] if kind == "not finite" else max(hits, key=lambda hit: hit.value)
+        first = hits[0] if kind.startswith("not ") else max(hits, key=lambda hit: hit.value)
         others = tuple(f"{hit.path} {hit.role.value}" for hit in hits if hit is not first)
         return Fp8Alert(
             iteration, kind, first.path, first.role.value, first.value, limit, first.what, others,
@@ -190,6 +192,11 @@ class Alerts:
                     f" {len(known)} like layers"
                 )
                 yield _Hit(path, role, times, what)
+
+
+def _not_cast(uncast: Sequence[str]) -> Iterator[_Hit]:
+    for path in uncast:
+        yield _Hit(path, Role.INPUT, 0.0, "the layer should run in FP8, and nothing was cast")
 
 
 def _each(figures: Figures) -> Iterator[tuple[str, Role, RoleStats]]:

@@ -15,7 +15,6 @@ from megatron.core.fp8.stats import StatsCollector
 from megatron.observe.events import Event, Fp8Figures, Fp8Stats, Incident, Message
 from megatron.training.fp8_alerts import Alerts, Figures, Limits, like
 from megatron.training.initialize import Runtime
-from megatron.training.step import StepOutcome
 
 _EXPERT = re.compile(r"(?<=\.experts\.).+")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -34,11 +33,11 @@ def collector(runtime: Runtime) -> StatsCollector | None:
 class Fp8Watch:
     """Tells about the casts of the steps that are due, and checks that ranks share their scales.
 
-    Gives the FP8 state its collector. Every rank has one watch, and all take part.
+    Every rank has one watch, and all take part.
 
     Args:
         runtime: Configuration, mesh and device.
-        fp8: The model's FP8 state.
+        fp8: The model's FP8 state, with its collector.
         emit: Takes events.
         iteration: Where the run starts.
 
@@ -51,7 +50,7 @@ class Fp8Watch:
     ) -> None:
         cfg, self._mesh = runtime.config, runtime.mesh
         self._fp8, self._emit = fp8, emit
-        self._stats = fp8.stats = collector(runtime)
+        self._stats = fp8.stats
         self._native = runtime.backend.name == "native"
         limits = Limits(
             cfg.fp8_alert_amax_ratio,
@@ -60,27 +59,20 @@ class Fp8Watch:
             gradients_may_overflow=cfg.fp16,
         )
         self._alerts = Alerts(limits, self._where)
-        self._bad_steps = 0
-        self._uncast: set[str] = set()
         self._dump: Path | None = None
         if cfg.fp8_debug_dump and self._stats is not None and self._mesh.rank == 0:
             self._dump = _start_dump(cfg.fp8_debug_dump, fresh=not iteration)
         if self._stats is not None and not self._native:
             emit(Message(f"NOTE: {_note_on_library(runtime.backend.name)}"))
 
-    def after_step(self, outcome: StepOutcome) -> None:
+    def after_step(self) -> None:
         """Report a step, if it was due. Collective.
 
         Raises:
             PrecisionError: Ranks that share a scale do not have the same one.
         """
         stats = self._stats
-        if stats is None:
-            return
-        self._bad_steps = 0 if outcome.update.success else self._bad_steps + 1
-        if self._bad_steps == 1:
-            stats.request()  # which tensor is it?
-        if not stats.due:
+        if stats is None or not stats.due:
             return
         for book, axis in (
             (self._fp8.book, self._mesh.amax),
@@ -91,34 +83,16 @@ class Fp8Watch:
         iteration = stats.latest_iteration
         figures = dict(sorted(stats.figures.items(), key=lambda item: _layer_number(item[0])))
         self._emit(Fp8Stats(iteration, _figures(stats)))
-        for alert in self._alerts.look(iteration, figures):
+        # An expert may have no tokens, and a library casts where nobody sees it.
+        uncast = [p for p in stats.uncast if self._native and not _EXPERT.search(p)]
+        for alert in self._alerts.look(iteration, figures, uncast):
             self._emit(alert)
-        self._report_missing_casts(stats)
         self._write_dump(iteration, figures)
 
     def _where(self, path: str) -> str:
         if self._stats is None or self._mesh.pp.size == 1:
             return ""
         return f"pp{self._stats.stage(path)}"
-
-    def _report_missing_casts(self, stats: StatsCollector) -> None:
-        """Layers that the precision table shows in FP8 and that cast nothing, once each.
-
-        An expert may have no tokens.
-        """
-        if not self._native or self._mesh.tp_cp_dp.rank:
-            return
-        silent = [p for p in stats.uncast if not _EXPERT.search(p) and p not in self._uncast]
-        if silent:
-            self._uncast.update(silent)
-            more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
-            self._emit(
-                Incident(
-                    f"{silent[0]}{more} should run in FP8, and nothing was cast at iteration"
-                    f" {stats.latest_iteration}",
-                    where=f"[{self._mesh.label()}] FP8",
-                )
-            )
 
     def _write_dump(self, iteration: int, figures: Figures) -> None:
         if self._dump is None:

@@ -201,7 +201,8 @@ class StatsCollector:
         iteration: The running step.
         due: Whether figures are collected in it.
         latest_iteration: The step that `latest` tells about; 0 before the first.
-        uncast: Layers of this rank that were to run in FP8 in that step and cast nothing here.
+        uncast: Layers that were to run in FP8 in that step, and of which no cast was seen on this
+            rank or on the ranks of other stages that it talks to.
     """
 
     def __init__(
@@ -303,18 +304,20 @@ class StatsCollector:
                     "Build the whole model first",
                 )
             )
-        self.uncast = tuple(p for p in layers if layers[p].active and p not in self._seen)
+        uncast = [p for p in layers if layers[p].active and p not in self._seen]
         highest, sums = self._packed(place)
         all_reduce_(highest, self._axis, "max", CONTROL)
         all_reduce_(sums, self._axis, "sum", CONTROL)
         numbers = zip(self._layout, highest.tolist(), sums.tolist(), strict=True)
         own = [(key, most, total) for key, most, total in numbers if any(total) or any(most)]
-        self._numbers, self._latest = [], {}
-        for stage, part in enumerate(gather_objects(own, self._pipeline)):
+        self._numbers, self._latest, self.uncast = [], {}, ()
+        for stage, (part, silent) in enumerate(gather_objects((own, uncast), self._pipeline)):
             for (path, role), most, total in part:
                 self._latest.setdefault(path, {})[role] = role_stats(most, total)
                 self._stages[path] = stage
+            self._stages.update(dict.fromkeys(silent, stage))
             self._numbers += part
+            self.uncast += tuple(silent)
         self.latest_iteration = self.iteration
         self._tallies.clear()
 
@@ -328,7 +331,7 @@ class StatsCollector:
         return self._latest
 
     def stage(self, path: str) -> int:
-        """Index along the pipeline axis of the ranks that hold a layer with figures."""
+        """Index along the pipeline axis of the ranks that hold a layer with figures, or uncast."""
         return self._stages[path]
 
     def grouped(self, name: Callable[[str], str]) -> dict[str, dict[Role, RoleStats]]:
