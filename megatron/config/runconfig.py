@@ -11,6 +11,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.draft import Draft, derive
 from megatron.config.fp8 import Fp8Config
+from megatron.config.fp8_attention import Fp8AttentionConfig
 from megatron.config.fp8_stats import Fp8StatsConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
@@ -40,6 +41,7 @@ class RunConfig:
     model: ModelConfig
     moe: MoeConfig
     fp8: Fp8Config
+    fp8_attention: Fp8AttentionConfig
     fp8_stats: Fp8StatsConfig
     parallel: ParallelConfig
     training: TrainingConfig
