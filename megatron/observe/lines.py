@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from megatron.observe.events import EvalEnd, IntervalEnd, MemoryUse, PrecisionLine
+from megatron.observe.events import EvalEnd, Fp8Alert, IntervalEnd, MemoryUse, PrecisionLine
 
 _DOTS = 48
 _MIB = 1024.0 * 1024.0
+_NAMED = 3
 # Rows of the precision table that are no linear layers: shown, but not counted.
 _NOT_LINEAR = ("word_embeddings", "core_attention", "router", "dispatcher")
 
@@ -73,6 +74,19 @@ def arguments_dump(config: Mapping[str, object]) -> str:
 def stamp(text: str, now: datetime) -> str:
     """Return a stage of the run with its time."""
     return f"[{text}] datetime: {now:%Y-%m-%d %H:%M:%S} "
+
+
+def alert_line(alert: Fp8Alert) -> str:
+    """Return a warning about FP8 casts; it names the worst tensor and a few more."""
+    text = f"WARNING: FP8 {alert.kind} at iteration {alert.iteration}: "
+    if alert.where:
+        text += f"[{alert.where}] "
+    text += f"{alert.path} {alert.role}: {alert.what}"
+    if alert.others:
+        count, named = len(alert.others), alert.others[:_NAMED]
+        text += f"; also {', '.join(named)}"
+        text += f" and {count - len(named)} more" if count > len(named) else ""
+    return text
 
 
 def memory_line(use: MemoryUse) -> str:

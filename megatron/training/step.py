@@ -14,6 +14,7 @@ from megatron.core.comm_log import LOSS
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.source import Source
 from megatron.core.distributed.finalize import finalize_gradients
+from megatron.core.fp8 import watched
 from megatron.core.mesh import Axis
 from megatron.core.optimizer import StepResult
 from megatron.core.paper import numbers
@@ -226,12 +227,17 @@ class TrainStep:
         self._sums.zero_()
         self._batches.start(consumed_samples)
         self.parts.ddp.zero_grad_buffer(self.parts.optimizer.backward_scale)
+        stats = self.parts.fp8.stats
+        if stats is not None:
+            stats.begin_step(iteration)
         if self._moe is not None:
             tokens = None
             if self._moe.needs_tokens:
                 tokens = self._batches.count_tokens(self._microbatches)
             self._moe.start(tokens, self.parts.optimizer.backward_scale)
         self._runner.run(self._actions)
+        if stats is not None:
+            stats.end_step(watched.layers(self.parts.fp8))
         return self._loss
 
     # -- what the runner asks for ---------------------------------------------------------------

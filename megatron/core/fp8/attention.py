@@ -214,14 +214,28 @@ class AttentionPrecision:
             if axis is not None and axis.size > 1:
                 amax = all_reduce(amax.view(1), axis, op="max", part=AMAX).view(())
             scale = recipe.scale(amax, fmt.max)
-            return [self._cast(x, scale, fmt)[0] for x in parts]
+            made = [self._cast(x, scale, fmt)[0] for x in parts]
+            self._note(tensor, parts, made)
+            return made
         slot = self._slot(tensor)
         made = []
         for x in parts:
             quantized, largest = self._cast(x, slot.scale, fmt, want_amax=True)
             made.append(quantized)
             self._record(slot, largest)
+        self._note(tensor, parts, made)
         return made
+
+    def _note(
+        self,
+        tensor: AttentionTensor,
+        parts: Sequence[torch.Tensor],
+        made: Sequence[QuantizedTensor],
+    ) -> None:
+        if self.state.stats is not None and self.state.recording:
+            for x, quantized in zip(parts, made, strict=True):
+                path = f"{self.path}.{COLUMN_NAMES[tensor]}"
+                self.state.stats.note(path, tensor.role, x, quantized)
 
     def _cast(
         self, x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format, *, want_amax: bool = False

@@ -71,7 +71,11 @@ def grouped_linear(
     counts = list(tokens_per_expert)
     check_counts(counts, len(weights), x)
     seeds = [p.rounding_seed() if torch.is_grad_enabled() else 0 for p in precisions]
-    return _grouped_linear(x, tuple(precisions), counts, later, arrivals, seeds, *weights)
+    y = _grouped_linear(x, tuple(precisions), counts, later, arrivals, seeds, *weights)
+    if precisions and precisions[0].state.ranges is not None:
+        group = precisions[0].path.rpartition(".")[0]
+        precisions[0].state.ranges.backward(group, precisions[0], y)
+    return y
 
 
 def check_counts(counts: Sequence[int], num_experts: int, x: torch.Tensor) -> None:
@@ -212,9 +216,8 @@ def _backward(
     dgrad_in_fp8, wgrad_in_fp8 = (isinstance(o, QuantizedTensor) for o in (weight_col, x))
     one_cast = dgrad_in_fp8 == wgrad_in_fp8
     if dgrad_in_fp8:
-        quantizer = precision.quantizer(Role.GRAD_OUTPUT).seeded(seed)
-        one_cast = wgrad_in_fp8 and quantizer.transposable
-        rows = quantizer.rowwise(dy) if made is None else made
+        one_cast = wgrad_in_fp8 and precision.quantizer(Role.GRAD_OUTPUT).transposable
+        rows = precision.rowwise(Role.GRAD_OUTPUT, dy, seed=seed) if made is None else made
     if soon and wants_dw and one_cast:
         rows = ready(rows)
     if dx is not None:
@@ -234,7 +237,7 @@ def _backward(
 def _fp8_weight_grad(
     dy: Operand, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision, seed: int
 ) -> torch.Tensor | None:
-    dy_col = precision.quantizer(Role.GRAD_OUTPUT).seeded(seed).column(dy)
+    dy_col = precision.column(Role.GRAD_OUTPUT, dy, seed=seed)
     x_col = precision.quantizer(Role.INPUT).column(x)
     return weight_grad(dy_col, x_col, weight, precision.state.emulation)
 

@@ -69,11 +69,26 @@ def linear(
     gather = None if gather is None or gather.size == 1 else gather
     scatter = None if scatter is None or scatter.size == 1 else scatter
     sharding = Sharding(gather, scatter, transfers)
+    y = _multiply(x, weight, bias, precision, sharding, is_first_microbatch, after_backward, later)
+    if precision.state.ranges is not None:
+        precision.state.ranges.backward(precision.path, precision, y)
+    return y
+
+
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    precision: LinearPrecision,
+    sharding: Sharding,
+    hint: bool | None,
+    after_backward: Callable[[], None] | None,
+    later: WeightGradQueue | None,
+) -> torch.Tensor:
+    """`linear`, in the precision of now."""
     if precision.active:
         seed = precision.rounding_seed() if torch.is_grad_enabled() else 0
-        return _fp8_linear(
-            x, weight, bias, precision, sharding, is_first_microbatch, after_backward, later, seed
-        )
+        return _fp8_linear(x, weight, bias, precision, sharding, hint, after_backward, later, seed)
     check_readable(weight)
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
@@ -242,7 +257,7 @@ def input_operands(
     plain = local if decision.fprop and decision.wgrad else local.to(weight.dtype)
     quantized: QuantizedTensor | None = None
     if decision.fprop or (decision.wgrad and weight.requires_grad):
-        quantized = quantizer.rowwise(local, axis=axis) if made is None else made
+        quantized = precision.rowwise(Role.INPUT, local, axis=axis) if made is None else made
     rows = quantized if decision.fprop and quantized is not None else plain
     if not weight.requires_grad:
         return rows, None
@@ -287,12 +302,11 @@ def _fp8_input_grad(
         The input's gradient, and all rows of the output's for the weight's gradient: quantized if
         one cast serves both.
     """
-    sharding = ctx.sharding
-    quantizer = ctx.precision.quantizer(Role.GRAD_OUTPUT).seeded(ctx.seed)
+    sharding, precision = ctx.sharding, ctx.precision
     if isinstance(weight_col, torch.Tensor):
         return _plain_input_grad(ctx, dy, weight_col, soon)
     plain: torch.Tensor | None = None
-    one_cast = ctx.wgrad_in_fp8 and quantizer.transposable
+    one_cast = ctx.wgrad_in_fp8 and precision.quantizer(Role.GRAD_OUTPUT).transposable
     if ctx.needs_input_grad[1] and not one_cast:
         # Both forms are needed whole. They travel as one, the wider one.
         plain = tensor_of(_all_rows(dy, sharding.scatter))
@@ -300,9 +314,10 @@ def _fp8_input_grad(
     if weight_col is None:
         if plain is not None or not ctx.needs_input_grad[1]:
             return None, lambda: dy if plain is None else plain
-        rows = quantizer.rowwise(dy, axis=sharding.scatter)
+        rows = precision.rowwise(Role.GRAD_OUTPUT, dy, axis=sharding.scatter, seed=ctx.seed)
         return None, partial(_all_rows, rows, sharding.scatter, ctx.weight.dtype.itemsize)
-    rows = quantizer.rowwise(dy if plain is None else plain, axis=sharding.scatter)
+    whole = dy if plain is None else plain
+    rows = precision.rowwise(Role.GRAD_OUTPUT, whole, axis=sharding.scatter, seed=ctx.seed)
     if sharding.scatter is None and soon:
         rows = ready(rows)
     product = Product(weight_col, ctx.weight.dtype, emulation=ctx.emulation)
@@ -336,7 +351,7 @@ def _fp8_weight_grad_of(
     seed: int,
 ) -> torch.Tensor | None:
     """Of quantized operands."""
-    dy_col = precision.quantizer(Role.GRAD_OUTPUT).seeded(seed).column(fetch_dy())
+    dy_col = precision.column(Role.GRAD_OUTPUT, fetch_dy(), seed=seed)
     x_col = precision.quantizer(Role.INPUT).column(fetch_x())
     return weight_grad(dy_col, x_col, weight, precision.state.emulation)
 

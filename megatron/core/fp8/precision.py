@@ -10,7 +10,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from megatron.core.fp8.amax import GroupView, Slots
-from megatron.core.fp8.gemm import kernel_name
+from megatron.core.fp8.gemm import Operand, kernel_name
 from megatron.core.fp8.nvfp4 import NVFP4BlockScaling, NVFP4Quantizer
 from megatron.core.fp8.policy import Decision
 from megatron.core.fp8.quantizers import (
@@ -27,6 +27,7 @@ from megatron.core.fp8.recipe import (
     Role,
 )
 from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.mesh import Axis
 
 if TYPE_CHECKING:
     from megatron.core.fp8.state import Fp8State
@@ -179,6 +180,25 @@ class LinearPrecision:
             return 0
         return self.state.rounding_seed(self.path, self.gradients_differ)
 
+    def rowwise(
+        self, role: Role, x: torch.Tensor, *, axis: Axis | None = None, seed: int = 0
+    ) -> QuantizedTensor:
+        """As `Quantizer.rowwise` of the seeded quantizer; the state's collector takes note."""
+        made = self._quantizers[role].seeded(seed).rowwise(x, axis=axis)
+        self._note(role, x, made)
+        return made
+
+    def column(self, role: Role, kept: Operand, *, seed: int = 0) -> QuantizedTensor:
+        """As `Quantizer.column`; the collector takes note where it is the tensor's only cast."""
+        made = self._quantizers[role].seeded(seed).column(kept)
+        if isinstance(kept, torch.Tensor) and not self.decision.dgrad:
+            self._note(role, kept.t(), made)
+        return made
+
+    def _note(self, role: Role, x: torch.Tensor, made: QuantizedTensor) -> None:
+        if self.state.stats is not None and self.state.recording:
+            self.state.stats.note(self.path, role, x, made)
+
     def quantize_weight(
         self, weight: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -219,6 +239,7 @@ class LinearPrecision:
         if self.state.recording and not cached.recorded:
             quantizer.record(cached.amax)
             cached.recorded = True
+        self._note(Role.WEIGHT, weight, cached.row)
         return cached.row, cached.col
 
     # -- the table ------------------------------------------------------------------------------

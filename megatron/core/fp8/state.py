@@ -13,7 +13,7 @@ from megatron.config import fp8_policy
 from megatron.config.fp8 import published_format
 from megatron.core.capability import has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
-from megatron.core.fp8 import resume
+from megatron.core.fp8 import resume, watched
 from megatron.core.fp8.accumulation import emulation_of, refuse_hardware
 from megatron.core.fp8.amax import AmaxBook, refuse_missing
 from megatron.core.fp8.attention import (
@@ -29,6 +29,7 @@ from megatron.core.fp8.gemm import EMULATIONS
 from megatron.core.fp8.nvfp4 import NVFP4BlockScaling
 from megatron.core.fp8.policy import HIGH_PRECISION, Fp8Policy, LayerRule
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
+from megatron.core.fp8.ranges import Ranges
 from megatron.core.fp8.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -36,6 +37,7 @@ from megatron.core.fp8.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
+from megatron.core.fp8.stats import StatsCollector
 from megatron.core.mesh import Axis
 
 if TYPE_CHECKING:
@@ -119,6 +121,8 @@ class Fp8State:
         rng: Where seeds of random roundings come from, with the position in training. None, as in
             a loop of your own: from torch's default generator.
         warmup_iters: Iterations at the start of the run that are not in FP8.
+        stats: Measures casts; None, the default, to measure nothing.
+        ranges: Names layers for profilers; None, the default, not to.
     """
 
     def __init__(
@@ -151,6 +155,8 @@ class Fp8State:
         self.recording = True
         self.generation = 0
         self.rng: RngStreams | None = None
+        self.stats: StatsCollector | None = None
+        self.ranges: Ranges | None = None
         self.book: AmaxBook | None = None
         self.expert_book: AmaxBook | None = None
         if policy.delayed is not None:
@@ -312,6 +318,8 @@ class Fp8State:
             expert_axis: Ranks that share the scales of this rank's experts.
         """
         if not self.is_warming_up:
+            if self.stats is not None:
+                self.stats.note_slots(watched.slots(self))
             for book in self.books:
                 book.sync(expert_axis if book is self.expert_book else axis)
         self.generation += 1
