@@ -27,6 +27,7 @@ EXPERTS = {
 EP2 = {**EXPERTS, "expert_model_parallel_size": 2}
 A2A = {**EP2, "moe_token_dispatcher_type": "alltoall"}
 FP8 = {"fp8_format": "hybrid", "bf16": True, "seq_length": 32, "max_position_embeddings": 32}
+ATTENTION = {"fp8_dot_product_attention": True}
 ON_TWO = {
     "tp2 without sp": {"tensor_model_parallel_size": 2},
     "tp2 sp": TP2,
@@ -37,6 +38,11 @@ ON_TWO = {
     "cp2 p2p": CP2,
     "cp2 all_gather": {**CP2, "cp_comm_type": ("all_gather",)},
     "cp2 a2a": {**CP2, "cp_comm_type": ("a2a",)},
+    "cp2 p2p attention": {**CP2, **FP8, **ATTENTION},
+    "cp2 all_gather attention": {**CP2, **FP8, **ATTENTION, "cp_comm_type": ("all_gather",)},
+    "cp2 a2a attention": {
+        **CP2, **FP8, **ATTENTION, "cp_comm_type": ("a2a",), "fp8_recipe": "tensorwise",
+    },
     "dp2": {"ddp_num_buckets": 3},
     "dp2 zero": ZERO,
     "dp2 zero overlapped": {
