@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config import (
     rules_data,
+    rules_fp8,
     rules_fp8_attention,
     rules_model,
     rules_moe,
@@ -21,6 +22,7 @@ __all__ = ["RULES", "ConfigError", "Problem", "check", "rule"]
 # The order in which problems are listed and documented.
 _LISTED = (
     rules_model,
+    rules_fp8,
     rules_fp8_attention,
     rules_moe,
     rules_parallel,

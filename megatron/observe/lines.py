@@ -11,7 +11,7 @@ from megatron.observe.events import EvalEnd, IntervalEnd, MemoryUse, PrecisionLi
 _DOTS = 48
 _MIB = 1024.0 * 1024.0
 # Rows of the precision table that are no linear layers: shown, but not counted.
-_NOT_LINEAR = ("word_embeddings", "core_attention", "router")
+_NOT_LINEAR = ("word_embeddings", "core_attention", "router", "dispatcher")
 
 
 def training_line(interval: IntervalEnd, now: datetime, log_throughput: bool = False) -> str:

@@ -201,6 +201,7 @@ class TrainStep:
             consumed_samples: Samples read before it; the data depend on it.
         """
         self.iteration = iteration
+        self.parts.fp8.begin(iteration)
         self._sums.zero_()
         self._batches.start(consumed_samples)
         self.parts.ddp.zero_grad_buffer()

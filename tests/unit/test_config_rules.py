@@ -88,6 +88,14 @@ REFUSED = [
         ["1, 2 and 2"],
     ),
     ({**FP8, "fp8_amax_history_len": 0}, "--fp8-amax-history-len", ["at least 1"]),
+    ({"fp8_warmup_iters": 5}, "--fp8-warmup-iters", ["no --fp8-format"]),
+    (
+        {**FP8, "fp8_warmup_iters": 10, "train_iters": 10},
+        "--fp8-warmup-iters",
+        ["10 and 10", "after the last iteration"],
+    ),
+    ({**FP8, "fp8_policy": "missing.yaml"}, "--fp8-policy", ["got missing.yaml", "Check the path"]),
+    ({**FP8, "fp8_policy": "rules:\n"}, "--fp8-policy", ["list of rules"]),
     (
         {**FP8, "fp8_recipe": "blockwise", "fp8_margin": 1},
         "--fp8-margin",
@@ -590,6 +598,13 @@ ACCEPTED = [
     {**FP8, "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
     {**FP8, "fp8_recipe": "tensorwise", "first_last_layers_bf16": True},
     {**FP8, "first_last_layers_bf16": True, "bf16": True},  # with delayed scaling too
+    {**FP8, "fp8_warmup_iters": 9, "train_iters": 10},
+    {  # a history for the layers that have one
+        **FP8,
+        "fp8_recipe": "mxfp8",
+        "fp8_amax_history_len": 4,
+        "fp8_policy": "rules:\n- {layers: 0, recipe: delayed}\n",
+    },
     {**FP8, **ATTENTION, "fp8_dpa_bwd": False, "bf16": True},
     {**FP8, **ATTENTION, "fp8_recipe": "tensorwise", "recompute_granularity": "selective"},
     {**FP8},  # float32 parameters
@@ -753,6 +768,7 @@ def test_rules_are_listed_by_subject():
     modules = [one.__module__.rpartition("_")[2] for one in RULES]
     assert list(dict.fromkeys(modules)) == [
         "model",
+        "fp8",
         "attention",
         "moe",
         "parallel",

@@ -35,7 +35,7 @@ class TePrecision(LinearPrecision):
         """The line of one matrix product, with Transformer Engine as its kernel."""
         row = super().row(gemm)
         kernel = f"Transformer Engine {self.version[0]}.{self.version[1]} {row.delivered}"
-        return PrecisionRow(row.path, row.gemm, row.requested, row.delivered, kernel, row.reason)
+        return replace(row, kernel=kernel)
 
 
 def te_precision(build: Build, library: Library, *, is_expert: bool = False) -> TePrecision:
@@ -51,14 +51,15 @@ def te_precision(build: Build, library: Library, *, is_expert: bool = False) -> 
     """
     native = build.fp8.for_linear(build.path, is_expert=is_expert)
     decision = native.decision
-    if decision.recipe is not None and not decision.wgrad:
+    if decision.is_mixed:
+        origin = decision.rule or "--no-fp8-wgrad"
         raise PrecisionError(
             complaint(
-                "--no-fp8-wgrad",
-                "a Transformer Engine layer",
+                origin,
+                f"{build.path} on Transformer Engine in {decision.summary}",
                 "Transformer Engine 2.0 removed the choice of precision for single products, and"
                 f" {library.version[0]}.{library.version[1]} is installed",
-                "Leave --no-fp8-wgrad out, or use --transformer-impl native",
+                f"Leave {'it' if decision.rule else origin} out, or use --transformer-impl native",
             )
         )
     if decision.recipe is not None:
@@ -66,7 +67,7 @@ def te_precision(build: Build, library: Library, *, is_expert: bool = False) -> 
         if not able:
             raise PrecisionError(
                 complaint(
-                    "--fp8-recipe",
+                    decision.rule or "--fp8-recipe",
                     decision.recipe.name,
                     f"Transformer Engine cannot run it here: {reason}",
                     "Choose another recipe, or use --transformer-impl native, which emulates it",

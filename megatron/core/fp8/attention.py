@@ -103,9 +103,9 @@ def delayed_part(recipe: Recipe) -> DelayedScaling:
     )
 
 
-def register_attention(book: AmaxBook, path: str) -> Slots:
-    """Give an attention layer its columns."""
-    return book.register(path, FORWARD_WIDTH, BACKWARD_WIDTH)
+def register_attention(book: AmaxBook, path: str, recipe: DelayedScaling) -> Slots:
+    """Give an attention layer its columns, with limits of the recipe's formats."""
+    return book.register(path, FORWARD_WIDTH, BACKWARD_WIDTH, recipe=recipe)
 
 
 class Pieces:

@@ -214,16 +214,16 @@ class LinearPrecision:
     def row(self, gemm: str = "fprop") -> PrecisionRow:
         """The line of one matrix product."""
         decision, plain = self.decision, dtype_name(self.state.params_dtype)
-        in_fp8 = decision.recipe is not None and (gemm != "wgrad" or decision.wgrad)
-        if not in_fp8 or decision.recipe is None:
-            reason = decision.reason or decision.wgrad_reason
+        if decision.recipe is None or not decision.runs(gemm):
+            reason = decision.why(gemm)
             return PrecisionRow(self.path, gemm, plain, plain, f"{plain} GEMM", reason)
         first, second = (decision.recipe.format_of(role) for role in _OPERANDS[gemm])
         name = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
         if not self.active:
-            reason = self.suspended or "FP8 is switched off at this step"
+            planned = self.suspended or self._warmup()
+            reason = planned or "FP8 is switched off at this step"
             return PrecisionRow(
-                self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(self.suspended)
+                self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(planned)
             )
         kernel = kernel_name(
             first,
@@ -233,10 +233,18 @@ class LinearPrecision:
             device=self.state.device,
             exact_in_bf16=decision.recipe.exact_in_bf16,
         )
-        reason = ""
+        reasons = [decision.rule] if decision.rule else []
         if self.state.hardware and not decision.recipe.has_hardware_gemm:
-            reason = "block scales have no hardware product in this release"
-        return PrecisionRow(self.path, gemm, name, name, kernel, reason)
+            reasons.append("block scales have no hardware product in this release")
+        return PrecisionRow(self.path, gemm, name, name, kernel, "; ".join(reasons))
+
+    def _warmup(self) -> str:
+        """Why the layer waits for FP8; empty if it does not."""
+        count = self.state.warmup_iters
+        if not self.state.is_warming_up:
+            return ""
+        rule = f"; {self.decision.rule}" if self.decision.rule else ""
+        return f"in FP8 from iteration {count + 1} (--fp8-warmup-iters {count}){rule}"
 
 
 def group_rows(experts: Sequence[LinearPrecision], path: str) -> list[PrecisionRow]:
