@@ -148,6 +148,15 @@ def test_scales_come_back(recipe):
             assert torch.equal(ours.amax_history, theirs.amax_history)
 
 
+def test_columns_have_the_tensors_names():
+    state = state_of()
+    names = [name for name in state.book.names() if name.startswith(CORE.format(1))]
+    short = [name.rpartition(".")[2] for name in names]
+    assert [short[i] for i in (2, 3, 8)] == ["qkv", "o", "s"]
+    assert [short[9 + i] for i in (0, 3, 5)] == ["dqkv", "do", "dp"]
+    assert len(set(names)) == 15
+
+
 def test_current_scaling_keeps_the_newest_magnitude_of_attention_alone():
     state = state_of(Float8CurrentScaling(fp8_format=Format.E4M3))
     assert state.book is None
