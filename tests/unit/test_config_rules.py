@@ -123,6 +123,9 @@ REFUSED = [
     ),
     ({**FP8, "fp8_amax_history_len": 0}, "--fp8-amax-history-len", ["at least 1"]),
     ({"fp8_warmup_iters": 5}, "--fp8-warmup-iters", ["no --fp8-format"]),
+    ({"fp8_stats_samples": -1}, "--fp8-stats-samples", ["every element"]),
+    ({"fp8_alert_saturation": 2.0}, "--fp8-alert-saturation", ["0 to 1"]),
+    ({"fp8_debug_dump": "scales.jsonl"}, "--fp8-debug-dump", ["not in FP8"]),
     (
         {**FP8, "fp8_warmup_iters": 10, "train_iters": 10},
         "--fp8-warmup-iters",
@@ -842,6 +845,7 @@ def test_rules_are_listed_by_subject():
         "overlap",
         "pipeline",
         "training",
+        "stats",
         "data",
     ]
     assert len(list(dict.fromkeys(modules))) == len(

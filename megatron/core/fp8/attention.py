@@ -105,7 +105,8 @@ def delayed_part(recipe: Recipe) -> DelayedScaling:
 
 def register_attention(book: AmaxBook, path: str, recipe: DelayedScaling) -> Slots:
     """Give an attention layer its columns, with limits of the recipe's formats."""
-    return book.register(path, FORWARD_WIDTH, BACKWARD_WIDTH, recipe=recipe)
+    names = {tensor.value: name for tensor, name in COLUMN_NAMES.items()}
+    return book.register(path, FORWARD_WIDTH, BACKWARD_WIDTH, recipe=recipe, names=names)
 
 
 class Pieces:
