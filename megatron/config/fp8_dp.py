@@ -22,6 +22,13 @@ class Fp8ReplicasConfig:
         flags="--no-grad-reduce-error-feedback",
         help="With --grad-reduce-dtype fp8: send what rounding loses with the next step.",
     )
+    ckpt_grad_residual: str = field(
+        "each",
+        choices=("each", "sum"),
+        help="With --grad-reduce-dtype fp8: checkpoints hold what each replica keeps for the next"
+        " step, with which as many replicas go on bit by bit (each), or the sum over replicas, a"
+        " tensor as large as the model, with which the saving run goes on too (sum).",
+    )
     fp8_param_gather: bool = field(
         False,
         help="Keep the weights of FP8 layers in FP8 only, beside the masters of the distributed"

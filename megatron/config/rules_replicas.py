@@ -34,6 +34,20 @@ def feedback_is_about_fp8_gradients(c: Draft) -> Iterator[Problem]:
 
 
 @rule
+def residuals_are_kept_of_fp8_gradients(c: Draft) -> Iterator[Problem]:
+    """--ckpt-grad-residual is about what --grad-reduce-dtype fp8 keeps for the next step."""
+    keeps = c.grad_reduce_dtype == "fp8" and c.grad_reduce_error_feedback
+    if c.was_given("ckpt_grad_residual") and not keeps:
+        yield Problem(
+            ("--ckpt-grad-residual", "--grad-reduce-dtype"),
+            f"{c.ckpt_grad_residual} with --grad-reduce-dtype {c.grad_reduce_dtype}"
+            + ("" if c.grad_reduce_error_feedback else " and --no-grad-reduce-error-feedback"),
+            "This run keeps nothing of its gradients",
+            "Remove --ckpt-grad-residual, or reduce gradients in FP8 with error feedback",
+        )
+
+
+@rule
 def fp8_weights_have_masters(c: Draft) -> Iterator[Problem]:
     """--fp8-param-gather needs FP8, --use-distributed-optimizer, and --bf16 or --fp16."""
     if not c.fp8_param_gather:

@@ -151,7 +151,7 @@ def save_checkpoint(
         named, owned = optimizer.named_state(), optimizer.owned_ranges
         tensors.update(schema.optimizer_state(named, bare, mesh, stacking, owned))
     if residual is not None:
-        kept = residual.settle(stacking)
+        kept = residual.save(stacking)
         tensors.update({} if cfg.no_save_optim else kept)
     places = fp8_entries.Places.of(cfg, mesh)
     tree, fp8_tensors = fp8_entries.split(fp8.state_dict() if fp8 else {}, places)
@@ -166,8 +166,6 @@ def save_checkpoint(
     if not cfg.no_save_rng:
         blobs[_rng_key(mesh)] = plain.dump(random_state.capture())
     saved = io.save(Path(cfg.save), iteration, tensors, blobs, peers, assets)
-    if residual is not None:
-        residual.hand_out()
     if peers.leads:
         rate = saved.size_bytes / max(saved.seconds, 1e-9) / 1e6
         say(
@@ -536,8 +534,9 @@ def _load_residual(loading: _Loading, residual: Residual | None) -> None:
         return
     stacking = checkpoint_config.stacking_of(loading.cfg).as_in(reader.tensors)
     if stored:
-        count = residual.load(reader, stacking)
-        loading.note(f"  loaded what was kept of FP8 gradients: {count} tensors on this rank")
+        count, added = residual.load(reader, stacking)
+        how = "the sum over the replicas that saved" if added else "as each replica saved it"
+        loading.note(f"  loaded what was kept of FP8 gradients, {how}: {count} tensors")
 
 
 def _load_random_state(loading: _Loading) -> None:

@@ -58,9 +58,10 @@ class Parts:
     rng: RngStreams
     weight_grads: WeightGradQueue | None = None
 
-    def residual(self, mesh: ParallelState) -> Residual | None:
+    def residual(self, cfg: RunConfig, mesh: ParallelState) -> Residual | None:
         """What FP8 gradient reductions keep for the next step; None if they keep nothing."""
-        return Residual(self.ddp, mesh) if self.ddp.keeps_residual else None
+        keep_sum = cfg.ckpt_grad_residual == "sum"
+        return Residual(self.ddp, mesh, keep_sum) if self.ddp.keeps_residual else None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.mesh import Axis
 from megatron.training.communication import table
+from megatron.training.parity.ranks import compile_kernels
 from megatron.training.residual_entries import PREFIX
 from tests.distpool import run_ranks
 from tests.trained_parts import advance, build, fetch, store, weights
@@ -74,9 +75,12 @@ def sums(rank, world, steps, feedback, sharded, groups, scales):
     torch.distributed.all_reduce(both)
     expected, quantum = both[:, own.start : own.stop]
     expected *= steps
-    ddp.settle_residual()
-    kept = ddp.residual(weight)
-    return arrived, expected, None if kept is None else kept[0].double(), quantum
+    ddp.add_up_residuals()
+    kept, (mine, _) = ddp.residuals().get(weight), ddp.residual_owner(weight)
+    if kept is not None:
+        kept = kept[mine.start : mine.stop].double()
+    here = slice(mine.start - own.start, mine.stop - own.start)
+    return arrived[here], expected[here], kept, quantum[here]
 
 
 @pytest.mark.parametrize(
@@ -216,11 +220,16 @@ def test_overflows_of_a_dynamic_loss_scale():
 
 
 def resume(rank, world, root, **fields):
-    """Four steps with a checkpoint after two, and the same two last steps from the checkpoint."""
+    """Four steps, and the last two from a checkpoint; with sums, saving is part of the run."""
     cfg, mesh, parts, step = build(rank, world, save=str(root), load=str(root), **fields)
-    advance(cfg, parts, step, 1, 2)
+    first = advance(cfg, parts, step, 1, 2)
     store(cfg, mesh, parts)
     straight = advance(cfg, parts, step, 3, 2), weights(mesh, parts)
+    if cfg.ckpt_grad_residual == "each":
+        cfg, mesh, parts, step = build(rank, world, **fields)
+        undisturbed = advance(cfg, parts, step, 1, 4), weights(mesh, parts)
+        assert undisturbed[0] == first + straight[0]
+        assert all((undisturbed[1][n] == w).all() for n, w in straight[1].items())
     cfg, mesh, parts, step = build(rank, world, save=str(root), load=str(root), **fields)
     fetch(cfg, mesh, parts)
     again = advance(cfg, parts, step, 3, 2), weights(mesh, parts)
@@ -234,11 +243,16 @@ def resume(rank, world, root, **fields):
         (2, {}),
         (4, {**TP2, **ZERO}),
         (4, {**INSTANCES, "micro_batch_size": 1}),
+        (4, {**PP2, **ZERO}),
         (2, {"fp16": True, "initial_loss_scale": 2.0**12, "loss_scale_window": 1, **ZERO}),
+        (2, {"bf16": True, "fp8_format": "hybrid", "fp8_param_gather": True, **ZERO, **OVERLAP}),
     ],
-    ids=["zero", "whole", "tp2-dp2", "instances", "fp16"],
+    ids=["zero", "whole", "tp2-dp2", "instances", "pp2-dp2", "fp16", "fp8-weights"],
 )
-def test_resuming_is_bitwise(tmp_path, world, fields):
+@pytest.mark.parametrize("kept", ["each", "sum"])
+def test_resuming_is_bitwise(tmp_path, world, fields, kept):
+    compile_kernels()
+    fields = {**fields, "ckpt_grad_residual": kept}
     found = run_ranks(resume, world, tmp_path, detail=False, **FP8, **fields)
     assert found == [(True, True)] * world
 
@@ -255,12 +269,18 @@ def pass_on(rank, world, source, target, first, **fields):
 
 
 def kept_in(root):
-    reader = Reader(root / "iter_0000002")
-    return {key: reader.read(key) for key in reader.tensors if key.startswith(PREFIX)}
+    """What is kept of each parameter, by its key: added up in fp64."""
+    reader, total = Reader(root / "iter_0000002"), {}
+    for key in reader.tensors:
+        if key.startswith(PREFIX) and not key.endswith("loss_scale"):
+            own = key.removeprefix(PREFIX).partition(".")[2]
+            total[own] = total.get(own, 0) + reader.read(key).double()
+    return total
 
 
-def test_any_layout_goes_on_with_what_was_kept(tmp_path):
-    """The sum over all replicas is the same, bit by bit, whoever keeps it."""
+@pytest.mark.parametrize("kept", ["each", "sum"])
+def test_any_layout_goes_on_with_what_was_kept(tmp_path, kept):
+    """The sum over all that keep something of an element stays the same, whoever keeps it."""
     layouts = [
         (4, {**TP2, **ZERO, **BUCKETS}),
         (2, ZERO),
@@ -268,7 +288,10 @@ def test_any_layout_goes_on_with_what_was_kept(tmp_path):
         (2, {}),
         (4, {**PP2, **ZERO}),
         (4, TP2),
+        (1, {}),
+        (2, {"tensor_model_parallel_size": 2}),
     ]
+    layouts = [(n, {**fields, "ckpt_grad_residual": kept}) for n, fields in layouts]
     world, fields = layouts[0]
     run_ranks(pass_on, world, None, tmp_path / "0", True, detail=False, **fields)
     expected = kept_in(tmp_path / "0")
@@ -282,7 +305,9 @@ def test_any_layout_goes_on_with_what_was_kept(tmp_path):
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
             real = slice(None, 61) if "embedding" in key else slice(None)
-            assert torch.equal(found[key][real], tensor[real]), (key, world, fields)
+            error = (found[key][real] - tensor[real]).abs().max() / tensor.abs().max()
+            # Sums of a few fp32 numbers, in other orders.
+            assert error <= (2.0**-22 if number == 0 or kept == "each" else 0), (key, world, fields)
 
 
 # -- bytes ----------------------------------------------------------------------------------------

@@ -222,6 +222,11 @@ REFUSED = [
         ["got --grad-reduce-dtype fp32", "Add --grad-reduce-dtype fp8"],
     ),
     (
+        {"ckpt_grad_residual": "sum"},
+        "--ckpt-grad-residual",
+        ["sum with --grad-reduce-dtype fp32", "keeps nothing"],
+    ),
+    (
         {"fp8_param_gather": True, "use_distributed_optimizer": True, "bf16": True},
         "--fp8-param-gather",
         ["without --fp8-format"],

@@ -145,6 +145,11 @@ def _range_pieces(
                 yield Piece(values[window], tuple(s - a + b for s, a, b in moved))
 
 
+def stored_key(name: str, param: Tensor, stacking: Stacking) -> str:
+    """Return the key under which a parameter of the model is stored."""
+    return address(global_name(name, param), stacking.layers_differ).key
+
+
 def sharded_state(
     tensors: Iterable[tuple[str, Tensor, Tensor]],
     mesh: ParallelState,

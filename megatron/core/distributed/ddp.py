@@ -42,6 +42,7 @@ class DistributedDataParallel(nn.Module):
 
     Attributes:
         keeps_residual: Whether FP8 reductions keep something for the next step.
+        loss_scale: Factor on the loss of the last step, and so on what is kept of it.
 
     Args:
         module: The model; its parameters exist and stay the same objects.
@@ -117,7 +118,7 @@ class DistributedDataParallel(nn.Module):
         }
         self._is_last_backward = False
         self._next_bucket = 0
-        self._loss_scale = 1.0
+        self.loss_scale = 1.0
         self._accumulators: list[Any] = []
         self._weight_grads = weight_grads
         if weight_grads is not None and overlap_reduce:
@@ -147,7 +148,7 @@ class DistributedDataParallel(nn.Module):
         Args:
             loss_scale: Factor with which the step's backward passes start.
         """
-        factor, self._loss_scale = loss_scale / self._loss_scale, loss_scale
+        factor, self.loss_scale = loss_scale / self.loss_scale, loss_scale
         for buffer in self.buffers_by_axis:
             buffer.zero(factor)
         for param in self.trained_params:
@@ -193,41 +194,44 @@ class DistributedDataParallel(nn.Module):
         for reduction in self._fp8_reductions():
             reduction.drop()
 
-    def settle_residual(self) -> None:
-        """Let owners of ranges have what all ranks keep, before it is saved. Collective.
+    def residuals(self, *, fresh: bool = False) -> dict[nn.Parameter, torch.Tensor]:
+        """What this rank keeps of each parameter's gradient, flat; without those it keeps none of.
 
-        `hand_out_residual` afterwards.
+        Args:
+            fresh: To be written into instead of read: zeros, which the next step takes over.
+        """
+        kept: dict[Bucket, torch.Tensor | None] = {}
+        for bucket in self._buckets:
+            reduction = bucket.reduction
+            if isinstance(reduction, Fp8Reduction):
+                kept[bucket] = reduction.expect() if fresh else reduction.expose()
+        found = {}
+        for param in self.trained_params:
+            bucket, place = self._buffer_of[param].place(param)
+            tensor = kept.get(bucket)
+            if tensor is not None:
+                found[param] = tensor[place]
+        return found
+
+    def add_up_residuals(self) -> None:
+        """Let what all ranks keep of an element be with its owner. Collective.
+
+        Owners in several groups have the same, so that all but the first must clear it.
         """
         for reduction in self._fp8_reductions():
-            reduction.settle(self._loss_scale)
-        self._loss_scale = 1.0
+            reduction.add_up()
 
-    def expect_residual(self) -> None:
-        """Prepare for `residual` to be written into; `hand_out_residual` afterwards."""
-        self._loss_scale = 1.0
-        for reduction in self._fp8_reductions():
-            reduction.expect()
-
-    def residual(self, param: nn.Parameter) -> tuple[torch.Tensor, FlatRange] | None:
-        """What ranks keep of a parameter's gradient together, and which elements this rank has.
-
-        Between `settle_residual` or `expect_residual` and `hand_out_residual`; flat, maybe empty.
-        None if nothing is kept.
-        """
+    def residual_owner(self, param: nn.Parameter) -> tuple[FlatRange, Axis]:
+        """Elements of a parameter whose sums this rank makes, and ranks that make the same ones."""
         bucket, place = self._buffer_of[param].place(param)
         reduction = bucket.reduction
-        kept = reduction.settled() if isinstance(reduction, Fp8Reduction) else None
-        if kept is None or not isinstance(reduction, Fp8Reduction):
-            return None
-        own = FlatRange(0, param.numel())
-        if reduction.residual is None:
-            own = self.owned_range(param)
-        return kept[place][own.start : own.stop], own
-
-    def hand_out_residual(self) -> None:
-        """Leave it with the rank that sends it; the next step sends it without rounding."""
-        for reduction in self._fp8_reductions():
-            reduction.hand_out()
+        if not isinstance(reduction, Fp8Reduction):
+            return FlatRange(0, 0), Axis.single("outer")
+        low = max(reduction.owned.start, place.start)
+        high = max(min(reduction.owned.stop, place.stop), low)
+        if low >= place.stop:
+            return FlatRange(0, 0), reduction.copies
+        return FlatRange(low - place.start, high - place.start), reduction.copies
 
     def residual_tensors(self) -> list[torch.Tensor]:
         """Return the memory that residuals take beside the gradient buffers."""

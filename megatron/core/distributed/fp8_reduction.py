@@ -33,6 +33,7 @@ from megatron.core.distributed.reduction import Ranks, share
 from megatron.core.fp8 import kernels
 from megatron.core.fp8.formats import E4M3
 from megatron.core.fp8.scales import ScaleRule, from_e8m0, to_e8m0
+from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import (
     start_all_gather,
     start_all_reduce,
@@ -207,61 +208,48 @@ class Fp8Reduction:
         """Forget what was kept of this step, because it is not taken."""
         self._dropped = True
 
-    def settle(self, scale: float) -> None:
-        """Hand what all ranks keep to the owners, before it is saved. Collective.
-
-        Args:
-            scale: Factor on the loss of the last step, taken out.
-        """
+    def expose(self) -> torch.Tensor | None:
+        """What this rank keeps of the bucket, `[elements]`, to be read; None if nothing."""
         if not (self._keeps or self._settled):
-            return
+            return None
         if self._dropped:
             self.clear(1.0)
         elif self.residual is None and not self._settled:
             self._grads[self._mine].zero_()  # the last step's sums
-        self._settled = True
-        self._to_owners()
-        if scale != 1.0:
-            self._kept().div_(scale)
+        return self._kept()
 
-    def _to_owners(self) -> None:
-        """Add up what ranks keep; if it was handed out already, all but one keep zeros."""
-        if self.residual is not None:
-            start_all_reduce(self.residual, self._axis, GRADIENT_SYNC).wait()
+    def expect(self) -> torch.Tensor | None:
+        """A place for what a rank kept, zeros; the next step takes it from there."""
+        if not self._feedback:
+            return None
+        self._settled, self._dropped = True, False
+        return self._kept().zero_()
+
+    def add_up(self) -> None:
+        """Let what all ranks keep be in the range of its owner, and nothing elsewhere. Collective.
+
+        Owners in several groups (`copies`) have the same; all but one of them must clear it.
+        """
+        kept = self.expose()
+        if kept is None:
             return
-        own = self._grads[self._mine]
+        self._settled, own = True, kept[self._mine]
         if self._axis.size > 1:
-            start_reduce_scatter(own, self._grads, self._axis, GRADIENT_SYNC).wait()
-            self._zero_others(self._grads)
+            start_reduce_scatter(own, kept, self._axis, GRADIENT_SYNC).wait()
         if self._outer is not None and self._outer.size > 1:
             start_all_reduce(own, self._outer, GRADIENT_SYNC).wait()
+        kept[: self._mine.start].zero_()
+        kept[self._mine.stop :].zero_()
 
-    def settled(self) -> torch.Tensor | None:
-        """What is kept of the bucket, after `settle`, or after `expect` to be written into.
+    @property
+    def owned(self) -> slice:
+        """The range of the bucket whose sums this rank makes. It sends nothing of its own there."""
+        return self._mine
 
-        With `residual` all of it, on every rank; otherwise of this rank's range, and zeros. None
-        if there is nothing.
-        """
-        return self._kept() if self._settled else None
-
-    def expect(self) -> None:
-        """Prepare for `settled` to be written into: what is not written is zero."""
-        if self._feedback:
-            self._settled, self._dropped = True, False
-            self._kept().zero_()
-
-    def hand_out(self) -> None:
-        """Leave what is kept with one rank only; the next step sends it, without rounding."""
-        if not self._settled:
-            return
-        if self.residual is not None:
-            self._zero_others(self.residual)
-        elif self._outer is not None and not self._outer.is_first:
-            self._grads.zero_()
+    @property
+    def copies(self) -> Axis:
+        """Ranks that make the same sums, in several groups."""
+        return self._outer or Axis.single("outer")
 
     def _kept(self) -> torch.Tensor:
         return self._grads if self.residual is None else self.residual
-
-    def _zero_others(self, kept: torch.Tensor) -> None:
-        kept[: self._mine.start].zero_()
-        kept[self._mine.stop :].zero_()
