@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config import (
     rules_data,
+    rules_guards,
     rules_model,
     rules_moe,
     rules_overlap,
@@ -20,6 +21,7 @@ __all__ = ["RULES", "ConfigError", "Problem", "check", "rule"]
 # The order in which problems are listed and documented.
 _LISTED = (
     rules_model,
+    rules_guards,
     rules_moe,
     rules_parallel,
     rules_overlap,

@@ -6,6 +6,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.field import Spec, specs_of
 from megatron.config.fp8 import Fp8Config
+from megatron.config.fp8_guards import Fp8GuardsConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoeConfig
@@ -17,6 +18,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "moe": MoeConfig,
     "fp8": Fp8Config,
+    "fp8_guards": Fp8GuardsConfig,
     "parallel": ParallelConfig,
     "training": TrainingConfig,
     "data": DataConfig,

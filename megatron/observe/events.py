@@ -189,6 +189,35 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
+class Rollback:
+    """Training went wrong, returned to an earlier moment and leaves data out.
+
+    Attributes:
+        iteration: The iteration that was wrong.
+        back_to: The iteration whose end it returned to.
+        reason: What was wrong, in words and figures.
+        loss: Loss of the wrong iteration.
+        grad_norm: Its gradient norm.
+        first_sample: First training sequence that is left out.
+        end_sample: The one after the last that is left out.
+        without_fp8_until: Last iteration that runs without FP8 because of it; 0 for none.
+        count: Rollbacks of the run so far, this one included.
+        limit: How many there may be.
+    """
+
+    iteration: int
+    back_to: int
+    reason: str
+    loss: float
+    grad_norm: float
+    first_sample: int
+    end_sample: int
+    without_fp8_until: int
+    count: int
+    limit: int
+
+
+@dataclass(frozen=True)
 class Incident:
     """Something went wrong that does not stop the run.
 
@@ -225,6 +254,7 @@ Event = (
     | EvalEnd
     | CheckpointSaved
     | MemoryUse
+    | Rollback
     | Incident
     | RunEnd
 )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from megatron.observe.events import EvalEnd, IntervalEnd, MemoryUse, PrecisionLine
+from megatron.observe.events import EvalEnd, IntervalEnd, MemoryUse, PrecisionLine, Rollback
 
 _DOTS = 48
 _MIB = 1024.0 * 1024.0
@@ -73,6 +73,18 @@ def arguments_dump(config: Mapping[str, object]) -> str:
 def stamp(text: str, now: datetime) -> str:
     """Return a stage of the run with its time."""
     return f"[{text}] datetime: {now:%Y-%m-%d %H:%M:%S} "
+
+
+def rollback_line(event: Rollback) -> str:
+    """Return what happened, which samples it costs and how the run goes on."""
+    how = ""
+    if event.without_fp8_until:
+        how = f", without FP8 until iteration {event.without_fp8_until}"
+    return (
+        f"ROLLBACK {event.count} of {event.limit}: {event.reason} at iteration {event.iteration};"
+        f" back to iteration {event.back_to}; samples {event.first_sample} to"
+        f" {event.end_sample - 1} are left out{how}"
+    )
 
 
 def memory_line(use: MemoryUse) -> str:

@@ -25,6 +25,7 @@ from megatron.observe.events import (
     MemoryUse,
     Message,
     PrecisionTable,
+    Rollback,
     RunEnd,
     RunStart,
     StepEnd,
@@ -34,6 +35,7 @@ from megatron.observe.lines import (
     memory_line,
     perplexity,
     precision_table,
+    rollback_line,
     training_line,
     validation_lines,
 )
@@ -73,6 +75,8 @@ class ConsoleSink:
             print(event.text, flush=True)
         elif isinstance(event, PrecisionTable):
             print(precision_table(event.lines), flush=True)
+        elif isinstance(event, Rollback):
+            print(rollback_line(event), flush=True)
         elif isinstance(event, RunStart):
             print(arguments_dump(event.config), flush=True)
             print(
@@ -144,7 +148,7 @@ class DlloggerSink:
         elif isinstance(event, EvalEnd):
             figures = {f"validation {n}": v for n, v in event.losses.items()}
             self._write(event.iteration, {"at": event.prefix, **figures})
-        elif isinstance(event, PrecisionTable | CheckpointSaved | RunEnd | Incident):
+        elif isinstance(event, PrecisionTable | CheckpointSaved | RunEnd | Incident | Rollback):
             self._write([], {type(event).__name__: asdict(event)})
 
     def _write(self, step: object, data: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ class Scheduler(Protocol):
 
 
 class Stateful(Protocol):
-    """What a checkpoint needs of the FP8 state."""
+    """What a checkpoint needs of the FP8 state, and of what watches over a run."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return a tree of tensors and plain values."""
@@ -101,6 +101,7 @@ def save_checkpoint(
     scheduler: Scheduler | None,
     fp8: Stateful | None,
     progress: Progress,
+    guards: Stateful | None = None,
     say: Say = print_line,
 ) -> Path:
     """Write a checkpoint of the run's present state below ``--save``.
@@ -115,6 +116,7 @@ def save_checkpoint(
         scheduler: None to leave it out.
         fp8: FP8 state, None without.
         progress: The counters.
+        guards: What watches over the run, None without; plain values, the same on every rank.
         say: Receives the lines to show, on the first rank only.
 
     Returns:
@@ -150,7 +152,8 @@ def save_checkpoint(
     assets: dict[str, Path | bytes] = {}
     if peers.leads:
         common = _common(cfg, mesh, None if cfg.no_save_optim else optimizer, scheduler, progress)
-        blobs[schema.COMMON_KEY] = plain.dump({**common, "fp8": tree})
+        watch = guards.state_dict() if guards else {}
+        blobs[schema.COMMON_KEY] = plain.dump({**common, "fp8": tree, "guards": watch})
         assets[schema.COMMON_FILE] = blobs[schema.COMMON_KEY]  # for Megatron-Core up to 0.18
     if not cfg.no_save_rng:
         blobs[_rng_key(mesh)] = plain.dump(random_state.capture())
@@ -265,6 +268,7 @@ def load_checkpoint(
     scheduler: Scheduler | None,
     fp8: Stateful | None,
     progress: Progress,
+    guards: Stateful | None = None,
     say: Say = print_line,
 ) -> bool:
     """Continue from the checkpoint that ``--load`` means.
@@ -279,6 +283,7 @@ def load_checkpoint(
         scheduler: None to leave it alone.
         fp8: FP8 state, None without.
         progress: Receives the counters.
+        guards: What watches over the run, None to leave it alone.
         say: Receives the lines to show, on the first rank only.
 
     Returns:
@@ -305,6 +310,8 @@ def load_checkpoint(
         progress.update(common.get("progress") or _megatron_progress(common))
     peers.attempt(lambda: _load_schedule(loading, optimizer, scheduler))
     peers.attempt(lambda: _load_fp8(loading, fp8))
+    if guards is not None and not weights_only:
+        guards.load_state_dict(common.get("guards") or {})
     peers.attempt(lambda: _load_random_state(loading))
     loading.note(
         f"  successfully loaded checkpoint from {cfg.load} "

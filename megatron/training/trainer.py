@@ -25,6 +25,7 @@ from megatron.observe.sinks import build_sinks
 from megatron.training import precision
 from megatron.training.checkpointing import check_save, load_checkpoint, save_checkpoint
 from megatron.training.flops import flops_per_iteration
+from megatron.training.guards import Guards
 from megatron.training.initialize import Runtime
 from megatron.training.memory import measure, theoretical_bytes
 from megatron.training.progress import Progress
@@ -70,6 +71,7 @@ class Trainer:
         self._saved_at: int | None = None
         self._parts: Parts | None = None
         self._step: TrainStep | None = None
+        self._guards: Guards | None = None
         sinks, incidents = build_sinks(self.config, self.mesh.rank)
         self.bus = Bus(
             sinks,
@@ -90,6 +92,14 @@ class Trainer:
         if self._parts is None:
             raise TrainingError(complaint("Trainer", "no model", "It is not set up", "Call run()"))
         return self._parts
+
+    @property
+    def guards(self) -> Guards:
+        """What watches over the run, made at its first use."""
+        if self._guards is None:
+            cfg, runtime = self.config, self._runtime
+            self._guards = Guards(cfg, runtime, self.parts, self.progress, self.bus)
+        return self._guards
 
     def where(self) -> str:
         """Return this rank and its place in the run, for messages about failures."""
@@ -138,6 +148,7 @@ class Trainer:
                 scheduler=self._parts.scheduler,
                 fp8=self._parts.fp8,
                 progress=self.progress,
+                guards=self.guards,
                 say=self._say,
             )
             if loaded:
@@ -215,16 +226,20 @@ class Trainer:
         self._stamp("before the start of training step")
         self.parts.ddp.train()
         self.bus.start()
-        first = progress.iteration
+        self.guards.start()
+        first, available = progress.iteration, len(sources.train)
         if first >= cfg.train_iters:
             self._say(
                 f"NOTE: nothing is left to train: the checkpoint is at iteration {first}, and "
                 f"--train-iters is {cfg.train_iters}"
             )
         while progress.iteration < cfg.train_iters:
-            outcome = self._step.run(progress.iteration + 1, progress.consumed_train_samples)
+            samples = progress.next_samples(available, cfg.global_batch_size)
+            outcome = self._step.run(progress.iteration + 1, samples)
             self._account(outcome)
             self._report_memory(progress.iteration - first)
+            if self.guards.after_step(outcome, self._last_good_checkpoint):
+                continue
             self._stop_when_hopeless(outcome)
             if cfg.eval_interval and progress.iteration % cfg.eval_interval == 0:
                 self._evaluate_valid(sources, f"iteration {progress.iteration}", watch)
@@ -236,6 +251,7 @@ class Trainer:
                 return
             if cfg.save and cfg.save_interval and progress.iteration % cfg.save_interval == 0:
                 self._save()
+            self.guards.end_iteration(saved=self._saved_at == progress.iteration)
         self._finish(sources, watch)
 
     def _account(self, outcome: StepOutcome) -> None:
@@ -361,6 +377,7 @@ class Trainer:
                 scheduler=parts.scheduler,
                 fp8=parts.fp8,
                 progress=self.progress,
+                guards=self.guards,
                 say=self._say,
             )
         self._saved_at = self.progress.iteration

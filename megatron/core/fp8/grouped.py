@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron.core.errors import MegatronError, complaint
+from megatron.core.fp8.calibrate import measure, measure_forward
 from megatron.core.fp8.gemm import Operand, gemm_nt, ready
 from megatron.core.fp8.linear import accumulates, weight_grad
 from megatron.core.fp8.precision import LinearPrecision
@@ -118,6 +119,7 @@ def _forward(
     """One expert's product into `out`; returns what its backward needs of input and weight."""
     if not precision.active:
         plain = x.to(weight.dtype)
+        measure_forward(precision, plain, weight)
         out.copy_(gemm_nt(plain, weight, out_dtype=weight.dtype))
         return plain if weight.requires_grad else None, weight
     row = precision.quantizer(Role.INPUT).rowwise(x)
@@ -157,6 +159,8 @@ def _backward(
         return partial(_no_weight_grad, weight) if wants_dw else None
     rows: Any = dy
     in_fp8 = isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor)
+    if not in_fp8:
+        measure(precision, Role.GRAD_OUTPUT, dy)
     one_cast = not in_fp8 or precision.quantizer(Role.GRAD_OUTPUT).transposable
     if in_fp8 and (one_cast or dx is not None):
         rows = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)

@@ -95,7 +95,9 @@ class LinearPrecision:
         state: The run's FP8 state.
         slots: The layer's columns in the book; None without delayed scaling.
         suspended: Why the layer is held in high precision for now; empty if it is not. May be
-            changed between steps, alike on all ranks; nothing is recorded meanwhile.
+            changed between steps, alike on all ranks. Magnitudes are recorded all the same, see
+            `calibrate`.
+        measured_weight: The weight whose magnitude was recorded last while the layer was held back.
         fp8_meta: Scaling state under Transformer Engine's keys: `scaling_fwd` and `scaling_bwd`
             with live `amax_history` and `scale`, present with delayed scaling only.
     """
@@ -105,6 +107,7 @@ class LinearPrecision:
     ) -> None:
         self.path, self.decision, self.state, self.slots = path, decision, state, slots
         self.suspended = ""
+        self.measured_weight: tuple[int, ...] = ()
         self._quantizers: dict[Role, Quantizer] = {}
         if decision.recipe is not None:
             self._quantizers = {role: self._quantizer(decision.recipe, role) for role in Role}
@@ -148,7 +151,12 @@ class LinearPrecision:
     @property
     def active(self) -> bool:
         """Whether a forward started now runs in FP8."""
-        return self.decision.recipe is not None and self.state.enabled and not self.suspended
+        return self.decision.recipe is not None and self.state.enabled and not self.held_back
+
+    @property
+    def held_back(self) -> str:
+        """Why the layer is held in high precision for now; empty if it is not."""
+        return self.suspended or self.state.held
 
     @property
     def wants_fp32_norm(self) -> bool:
@@ -221,9 +229,9 @@ class LinearPrecision:
         first, second = (decision.recipe.format_of(role) for role in _OPERANDS[gemm])
         name = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
         if not self.active:
-            reason = self.suspended or "FP8 is switched off at this step"
+            reason = self.held_back or "FP8 is switched off at this step"
             return PrecisionRow(
-                self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(self.suspended)
+                self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(self.held_back)
             )
         kernel = kernel_name(
             first,

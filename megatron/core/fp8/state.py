@@ -70,6 +70,8 @@ class Fp8State:
         book: Histories and scales; None unless scaling is delayed.
         expert_book: Those of the experts, which other ranks share; None as `book`.
         enabled: Whether forwards started now run in FP8. May be switched between steps.
+        held: Why the whole model is held in high precision for now; empty if it is not. May be
+            changed between steps, alike on all ranks.
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
         emulation: `fast` or `exact`, where there is no FP8 hardware.
         generation: Counts synchronisations; weights are quantized anew after each.
@@ -97,6 +99,7 @@ class Fp8State:
         self.emulation = emulation
         self.hardware = has_fp8_hardware(self.device)
         self.enabled = self.recipe is not None
+        self.held = ""
         self.recording = True
         self.generation = 0
         self.book: AmaxBook | None = None
@@ -262,11 +265,16 @@ class Fp8State:
         """Layers held in high precision for now, with the reason."""
         return {path: layer.suspended for path, layer in self.layers.items() if layer.suspended}
 
-    def _suspend_as(self, saved: Mapping[str, Any]) -> None:
-        """Hold the layers back that a checkpoint's run had held back."""
-        held = saved.get("suspended") or {}
+    def suspend(self, held: Mapping[str, str]) -> None:
+        """Hold these layers in high precision, with their reasons, and no others."""
         for path, layer in self.layers.items():
             layer.suspended = str(held[path]) if path in held else ""
+
+    def renew(self) -> None:
+        """Say that scales were written from outside: whatever was cast with them is cast anew."""
+        for book in self.books:
+            book.generation += 1
+        self.generation += 1
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> list[str]:
         """Take over a saved state where it fits this run's recipe.
@@ -280,7 +288,7 @@ class Fp8State:
         Raises:
             CheckpointError: If layers are missing, all listed.
         """
-        self._suspend_as(state or {})
+        self.suspend((state or {}).get("suspended") or {})
         saved = (state or {}).get("recipe", "none")
         wanted = self.recipe.name if self.recipe else "none"
         if saved != wanted:

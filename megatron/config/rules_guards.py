@@ -1,0 +1,79 @@
+"""Rules about what watches over a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.draft import Draft
+from megatron.config.problems import Problem, rule
+from megatron.config.schema import SPECS, flag_of
+
+_ROLLBACK = tuple(n for n in SPECS if n.startswith("fp8_spike_rollback_"))
+_SMALLEST = {
+    "fp8_spike_rollback_interval": 1,
+    "fp8_spike_rollback_window": 4,
+    "fp8_spike_rollback_deviations": 0,
+    "fp8_spike_rollback_ratio": 1,
+    "fp8_spike_rollback_limit": 1,
+    "fp8_spike_rollback_precision_iters": 1,
+}
+
+
+def _changed(c: Draft, names: tuple[str, ...]) -> list[str]:
+    return [n for n in names if c.values[n] != SPECS[n].default]
+
+
+@rule
+def guards_are_in_range(c: Draft) -> Iterator[Problem]:
+    """Intervals, windows and thresholds of the guards are large enough to mean something."""
+    for name, least in _SMALLEST.items():
+        if c.values[name] < least:
+            meaning = SPECS[name].setting.help.rstrip(".")
+            yield Problem(
+                (flag_of(name),),
+                c.values[name],
+                f"It must be at least {least}",
+                f"Correct it. It is: {meaning}",
+            )
+
+
+@rule
+def rollback_settings_are_read(c: Draft) -> Iterator[Problem]:
+    """Settings of the rollback are given only with --fp8-spike-rollback."""
+    changed = _changed(c, _ROLLBACK)
+    if changed and not c.fp8_spike_rollback:
+        yield Problem(
+            tuple(flag_of(n) for n in changed),
+            ", ".join(str(c.values[n]) for n in changed),
+            "Nothing is rolled back without --fp8-spike-rollback",
+            f"Add --fp8-spike-rollback, or remove {' and '.join(flag_of(n) for n in changed)}",
+        )
+
+
+@rule
+def rollback_changes_a_precision_there_is(c: Draft) -> Iterator[Problem]:
+    """--fp8-spike-rollback-precision bf16 needs FP8, and a length needs it."""
+    leaves = c.fp8_spike_rollback_precision == "bf16"
+    if leaves and c.fp8_format is None and "fp8_format" not in c.broken:
+        yield Problem(
+            ("--fp8-spike-rollback-precision", "--fp8-format"),
+            "bf16 and no --fp8-format",
+            "Nothing runs in FP8, so there is nothing to switch off",
+            "Remove --fp8-spike-rollback-precision",
+        )
+    if not leaves and _changed(c, ("fp8_spike_rollback_precision_iters",)):
+        yield Problem(
+            ("--fp8-spike-rollback-precision-iters", "--fp8-spike-rollback-precision"),
+            f"{c.fp8_spike_rollback_precision_iters} and {c.fp8_spike_rollback_precision}",
+            "The precision stays the same after a rollback, so no time is counted",
+            "Add --fp8-spike-rollback-precision bf16, or remove the number of steps",
+        )
+    if leaves and c.transformer_impl == "transformer_engine" and c.fp8_recipe == "delayed":
+        yield Problem(
+            ("--fp8-spike-rollback-precision", "--transformer-impl", "--fp8-recipe"),
+            "bf16, transformer_engine and delayed",
+            "Transformer Engine records no magnitudes while FP8 is off, so the scales would be"
+            " out of date when it is switched on again",
+            "Use --fp8-spike-rollback-precision same, another --fp8-recipe, or"
+            " --transformer-impl native",
+        )

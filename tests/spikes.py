@@ -1,0 +1,111 @@
+"""Runs with spoilt samples: the real training loop on samples of a test's choice."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron.config import make_config
+from megatron.core.datasets.source import Source
+from megatron.core.mesh import ParallelState
+from megatron.observe.bus import Sink
+from megatron.training import trainer
+from megatron.training.initialize import Launch, start
+from megatron.training.parity.outcome import global_weights
+from megatron.training.providers import Sources
+
+SEQ, VOCAB, BATCH = 16, 32, 4
+RUN: dict[str, Any] = {
+    "mock_data": True, "vocab_size": VOCAB, "make_vocab_size_divisible_by": 1, "num_layers": 2,
+    "hidden_size": 32, "num_attention_heads": 4, "seq_length": SEQ, "micro_batch_size": 1,
+    "global_batch_size": BATCH, "train_iters": 24, "lr": 2e-2, "lr_decay_style": "cosine",
+    "clip_grad": 1.0, "hidden_dropout": 0.1, "attention_dropout": 0.0, "device": "cpu",
+    "num_workers": 0, "log_interval": 5, "fp8_spike_rollback": True,
+    "fp8_spike_rollback_interval": 1, "fp8_spike_rollback_window": 8,
+}  # fmt: skip
+
+
+class Samples:
+    """A rule that a model learns in a few steps; samples in `spoilt` follow none of it.
+
+    Args:
+        spoilt: Numbers of samples of random tokens.
+        without: Pairs of first sample and end that do not exist: later ones move up.
+        count: How many there are.
+    """
+
+    def __init__(self, spoilt=(), without=(), count=200):
+        self.spoilt, self.without, self.count = set(spoilt), sorted(without), count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        for first, end in self.without:
+            index += end - first if index >= first else 0
+        start = torch.tensor(index % 7)
+        window = (start + 3 * torch.arange(SEQ + 1)) % VOCAB
+        if index in self.spoilt:
+            generator = torch.Generator().manual_seed(index)
+            window = torch.randint(0, VOCAB, (SEQ + 1,), generator=generator)
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": torch.ones(SEQ),
+                "position_ids": torch.arange(SEQ)}  # fmt: skip
+
+
+class Recorder(Sink):
+    """Keeps every event."""
+
+    name = "recorder"
+
+    def __init__(self):
+        self.events = []
+
+    def handle(self, event):
+        self.events.append(event)
+
+    def close(self):
+        """Nothing to do."""
+
+    def kinds(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def run(samples, launch=None, mesh_fields=None, **fields):
+    """Train through the real loop; return `(trainer, recorder)`. Collective."""
+    launch = launch or Launch()
+    settings = {**RUN, **(mesh_fields or {}), **fields}
+    runtime = start(make_config(world_size=launch.world_size, **settings), launch)
+    recorder = Recorder()
+
+    def sources(cfg, tokenizer, runtime):
+        made = Source(samples, micro_batch_size=cfg.micro_batch_size,
+                      data_parallel_size=runtime.mesh.dp.size)  # fmt: skip
+        valid = made if cfg.eval_interval else None
+        return Sources(made, valid, None)
+
+    with (
+        mock.patch.object(trainer, "setup_sources", sources),
+        mock.patch.object(trainer, "build_sinks", lambda cfg, rank: ([recorder], [])),
+    ):
+        made = trainer.Trainer(runtime)
+        made.run()
+    return made, recorder
+
+
+def state(made):
+    """Global weights, and this rank's optimizer state, by name."""
+    mesh: ParallelState = made.mesh
+    held = dict(global_weights(made.parts, mesh))
+    for name, tensors in made.parts.optimizer.named_state():
+        held |= {f"{name}.{kind}": tensor.detach().clone() for kind, tensor in tensors.items()}
+    for number, book in enumerate(made.parts.fp8.books):
+        held |= {f"history.{number}": book.history.clone(), f"scale.{number}": book.scale.clone()}
+    return held
+
+
+def different(one, other):
+    """Names of what differs in any bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
