@@ -19,11 +19,12 @@ from megatron.training.providers import Sources
 SEQ, VOCAB, BATCH = 16, 32, 4
 RUN: dict[str, Any] = {
     "mock_data": True, "vocab_size": VOCAB, "make_vocab_size_divisible_by": 1, "num_layers": 2,
-    "hidden_size": 32, "num_attention_heads": 4, "seq_length": SEQ, "micro_batch_size": 1,
+    "hidden_size": 32, "num_attention_heads": 4, "seq_length": SEQ, "micro_batch_size": BATCH,
     "global_batch_size": BATCH, "train_iters": 24, "lr": 2e-2, "lr_decay_style": "cosine",
     "clip_grad": 1.0, "hidden_dropout": 0.1, "attention_dropout": 0.0, "device": "cpu",
     "num_workers": 0, "log_interval": 5, "fp8_spike_rollback": True,
     "fp8_spike_rollback_interval": 1, "fp8_spike_rollback_window": 8,
+    "fp8_spike_rollback_deviations": 4.0,
 }  # fmt: skip
 
 
@@ -32,17 +33,21 @@ class Samples:
 
     Args:
         spoilt: Numbers of samples of random tokens.
+        broken: Numbers of samples whose loss is no number.
         without: Pairs of first sample and end that do not exist: later ones move up.
         count: How many there are.
+        start_again_at: From this number on they are the first ones again.
     """
 
-    def __init__(self, spoilt=(), without=(), count=200):
-        self.spoilt, self.without, self.count = set(spoilt), sorted(without), count
+    def __init__(self, spoilt=(), without=(), broken=(), count=200, start_again_at=None):
+        self.spoilt, self.broken, self.without = set(spoilt), set(broken), sorted(without)
+        self.count, self.start_again_at = count, start_again_at or count
 
     def __len__(self):
         return self.count
 
     def __getitem__(self, index):
+        index %= self.start_again_at
         for first, end in self.without:
             index += end - first if index >= first else 0
         start = torch.tensor(index % 7)
@@ -50,7 +55,8 @@ class Samples:
         if index in self.spoilt:
             generator = torch.Generator().manual_seed(index)
             window = torch.randint(0, VOCAB, (SEQ + 1,), generator=generator)
-        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": torch.ones(SEQ),
+        mask = torch.full((SEQ,), float("nan") if index in self.broken else 1.0)
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": mask,
                 "position_ids": torch.arange(SEQ)}  # fmt: skip
 
 
@@ -72,10 +78,10 @@ class Recorder(Sink):
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def run(samples, launch=None, mesh_fields=None, **fields):
+def run(samples, launch=None, **fields):
     """Train through the real loop; return `(trainer, recorder)`. Collective."""
     launch = launch or Launch()
-    settings = {**RUN, **(mesh_fields or {}), **fields}
+    settings = {**RUN, **fields}
     runtime = start(make_config(world_size=launch.world_size, **settings), launch)
     recorder = Recorder()
 
@@ -95,9 +101,10 @@ def run(samples, launch=None, mesh_fields=None, **fields):
 
 
 def state(made):
-    """Global weights, and this rank's optimizer state, by name."""
+    """Global weights, and this rank's buffers, optimizer state and scales, by name."""
     mesh: ParallelState = made.mesh
     held = dict(global_weights(made.parts, mesh))
+    held |= {name: buffer.clone() for name, buffer in made.parts.model.named_buffers()}
     for name, tensors in made.parts.optimizer.named_state():
         held |= {f"{name}.{kind}": tensor.detach().clone() for kind, tensor in tensors.items()}
     for number, book in enumerate(made.parts.fp8.books):
