@@ -9,12 +9,14 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.config import RunConfig
+from megatron.core.datasets.source import Source
 from megatron.core.errors import TrainingError, complaint
 from megatron.core.mesh import MeshSizes
 from megatron.observe.bus import Bus
 from megatron.observe.events import (
     CheckpointSaved,
     EvalEnd,
+    Incident,
     Message,
     RunEnd,
     RunStart,
@@ -28,6 +30,7 @@ from megatron.training.flops import flops_per_iteration
 from megatron.training.guards import Guards
 from megatron.training.initialize import Runtime
 from megatron.training.memory import measure, theoretical_bytes
+from megatron.training.non_finite import trace
 from megatron.training.progress import Progress
 from megatron.training.providers import (
     Parts,
@@ -238,6 +241,7 @@ class Trainer:
             outcome = self._step.run(progress.iteration + 1, samples)
             self._account(outcome)
             self._report_memory(progress.iteration - first)
+            self._explain_bad_step(outcome, sources.train, samples)
             if self.guards.after_step(outcome, self._last_good_checkpoint):
                 continue
             self._stop_when_hopeless(outcome)
@@ -294,6 +298,16 @@ class Trainer:
         if first_two or logged:
             routine = not first_two
             self.bus.emit(measure(self.mesh.rank, iteration, self._runtime.device, routine))
+
+    def _explain_bad_step(self, outcome: StepOutcome, source: Source, consumed: int) -> None:
+        """Say where the numbers of the first of several bad steps went wrong."""
+        if outcome.update.success or self._bad_steps or self.config.fp16:
+            return
+        with self.bus.paused():
+            where = trace(self.config, self._runtime, self.parts, source, consumed)
+        if self.mesh.rank == 0:
+            what = f"iteration {self.progress.iteration} is not finite: {where}."
+            self.bus.emit(Incident(what))
 
     def _stop_when_hopeless(self, outcome: StepOutcome) -> None:
         """Count steps in a row that could not be taken and stop after a few.
