@@ -7,6 +7,7 @@ from megatron.config.data import DataConfig
 from megatron.config.field import Spec, specs_of
 from megatron.config.fp8 import Fp8Config
 from megatron.config.fp8_guards import Fp8GuardsConfig
+from megatron.config.fp8_stats import Fp8StatsConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoeConfig
@@ -19,6 +20,7 @@ SECTIONS: dict[str, type] = {
     "moe": MoeConfig,
     "fp8": Fp8Config,
     "fp8_guards": Fp8GuardsConfig,
+    "fp8_stats": Fp8StatsConfig,
     "parallel": ParallelConfig,
     "training": TrainingConfig,
     "data": DataConfig,

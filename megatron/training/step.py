@@ -204,12 +204,17 @@ class TrainStep:
         self._sums.zero_()
         self._batches.start(consumed_samples)
         self.parts.ddp.zero_grad_buffer()
+        stats = self.parts.fp8.stats
+        if stats is not None:
+            stats.begin_step(iteration)
         if self._moe is not None:
             tokens = None
             if self._moe.needs_tokens:
                 tokens = self._batches.count_tokens(self._microbatches)
             self._moe.start(tokens, self.parts.optimizer.backward_scale)
         self._runner.run(self._actions)
+        if stats is not None:
+            stats.end_step(self.parts.fp8.layers)
         skip = self._skip_non_finite and not math.isfinite(self._loss)
         update = self.parts.optimizer.step(self._grad_norm, skip=skip)
         if update.success:

@@ -24,7 +24,7 @@ from megatron.observe.events import (
 )
 from megatron.observe.lines import stamp
 from megatron.observe.sinks import build_sinks
-from megatron.training import precision
+from megatron.training import fp8_watch, precision
 from megatron.training.checkpointing import check_save, load_checkpoint, save_checkpoint
 from megatron.training.flops import flops_per_iteration
 from megatron.training.guards import Guards
@@ -142,6 +142,7 @@ class Trainer:
         self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
         check_save(cfg, self.mesh, self._say)
         self._parts = setup_model(cfg, runtime)
+        self._parts.fp8.stats = fp8_watch.collector(runtime)
         if cfg.load is not None:
             loaded = load_checkpoint(
                 cfg,

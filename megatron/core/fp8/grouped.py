@@ -122,7 +122,7 @@ def _forward(
         measure_forward(precision, plain, weight)
         out.copy_(gemm_nt(plain, weight, out_dtype=weight.dtype))
         return plain if weight.requires_grad else None, weight
-    row = precision.quantizer(Role.INPUT).rowwise(x)
+    row = precision.rowwise(Role.INPUT, x)
     weight_row, weight_col = precision.quantize_weight(weight)
     out.copy_(
         gemm_nt(
@@ -163,7 +163,7 @@ def _backward(
         measure(precision, Role.GRAD_OUTPUT, dy)
     one_cast = not in_fp8 or precision.quantizer(Role.GRAD_OUTPUT).transposable
     if in_fp8 and (one_cast or dx is not None):
-        rows = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)
+        rows = precision.rowwise(Role.GRAD_OUTPUT, dy)
     if soon and wants_dw and one_cast:
         rows = ready(rows)
     if dx is not None:

@@ -183,7 +183,7 @@ class _Fp8Linear(torch.autograd.Function):
         later: WeightGradQueue | None,
     ) -> torch.Tensor:
         local = _flat(x)
-        quantized = precision.quantizer(Role.INPUT).rowwise(local, axis=sharding.gather)
+        quantized = precision.rowwise(Role.INPUT, local, axis=sharding.gather)
         weight_row, weight_col = precision.quantize_weight(weight, hint)
         emulation = precision.state.emulation
         y = sharding.multiply(
@@ -240,9 +240,9 @@ def _fp8_input_grad(
         The input's gradient, and all rows of the output's for the weight's gradient: quantized if
         one cast serves both.
     """
-    sharding, quantizer = ctx.sharding, ctx.precision.quantizer(Role.GRAD_OUTPUT)
+    sharding, precision = ctx.sharding, ctx.precision
     plain: torch.Tensor | None = None
-    one_cast = ctx.wgrad_in_fp8 and quantizer.transposable
+    one_cast = ctx.wgrad_in_fp8 and precision.quantizer(Role.GRAD_OUTPUT).transposable
     if ctx.needs_input_grad[1] and not one_cast:
         # Both forms are needed whole. They travel as one, the wider one.
         plain = tensor_of(_all_rows(dy, sharding.scatter))
@@ -250,9 +250,10 @@ def _fp8_input_grad(
     if weight_col is None:
         if plain is not None or not ctx.needs_input_grad[1]:
             return None, lambda: dy if plain is None else plain
-        rows = quantizer.rowwise(dy, axis=sharding.scatter)
+        rows = precision.rowwise(Role.GRAD_OUTPUT, dy, axis=sharding.scatter)
         return None, partial(_all_rows, rows, sharding.scatter)
-    rows = quantizer.rowwise(dy if plain is None else plain, axis=sharding.scatter)
+    whole = dy if plain is None else plain
+    rows = precision.rowwise(Role.GRAD_OUTPUT, whole, axis=sharding.scatter)
     if sharding.scatter is None and soon:
         rows = ready(rows)
     product = Product(weight_col, ctx.weight.dtype, emulation=ctx.emulation)

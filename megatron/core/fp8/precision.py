@@ -26,6 +26,7 @@ from megatron.core.fp8.recipe import (
     Role,
 )
 from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.mesh import Axis
 
 if TYPE_CHECKING:
     from megatron.core.fp8.state import Fp8State
@@ -175,6 +176,16 @@ class LinearPrecision:
         """
         return self._quantizers[role]
 
+    def rowwise(self, role: Role, x: torch.Tensor, *, axis: Axis | None = None) -> QuantizedTensor:
+        """As `Quantizer.rowwise`; the state's collector, if any, takes note."""
+        made = self._quantizers[role].rowwise(x, axis=axis)
+        self._note(role, x, made)
+        return made
+
+    def _note(self, role: Role, x: torch.Tensor, made: QuantizedTensor) -> None:
+        if self.state.stats is not None and self.state.recording:
+            self.state.stats.note(self.path, role, x, made)
+
     def quantize_weight(
         self, weight: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -211,6 +222,7 @@ class LinearPrecision:
         if self.state.recording and not cached.recorded:
             quantizer.record(cached.amax)
             cached.recorded = True
+        self._note(Role.WEIGHT, weight, cached.row)
         return cached.row, cached.col
 
     # -- the table ------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from megatron.core.fp8.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
+from megatron.core.fp8.stats import StatsCollector
 from megatron.core.mesh import Axis
 
 
@@ -75,6 +76,7 @@ class Fp8State:
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
         emulation: `fast` or `exact`, where there is no FP8 hardware.
         generation: Counts synchronisations; weights are quantized anew after each.
+        stats: Measures casts; None, the default, to measure nothing.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Fp8State:
         self.held = ""
         self.recording = True
         self.generation = 0
+        self.stats: StatsCollector | None = None
         self.book: AmaxBook | None = None
         self.expert_book: AmaxBook | None = None
         if isinstance(self.recipe, DelayedScaling):
