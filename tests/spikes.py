@@ -93,7 +93,7 @@ def run(samples, launch=None, **fields):
 
     with (
         mock.patch.object(trainer, "setup_sources", sources),
-        mock.patch.object(trainer, "build_sinks", lambda cfg, rank: ([recorder], [])),
+        mock.patch.object(trainer, "build_sinks", return_value=([recorder], [])),
     ):
         made = trainer.Trainer(runtime)
         made.run()

@@ -1,4 +1,4 @@
-"""What watches over a run: going back after a loss spike."""
+"""What watches over a run: layers that leave FP8, going back after a loss spike."""
 
 from __future__ import annotations
 
@@ -11,6 +11,40 @@ from megatron.config.field import field
 class Fp8GuardsConfig:
     """What a run does by itself when training goes wrong."""
 
+    fp8_auto_fallback: bool = field(
+        False,
+        help="Let a layer that FP8 does harm to run in high precision for a while, and try again.",
+    )
+    fp8_auto_fallback_amax_ratio: float = field(
+        10.0,
+        help="Automatic fallback: trouble is a largest magnitude of so many times its recent"
+        " median; 0 means never.",
+    )
+    fp8_auto_fallback_saturation: float = field(
+        0.001,
+        help="Automatic fallback: trouble is more than this share of a tensor beyond the format's"
+        " largest value; 0 means never.",
+    )
+    fp8_auto_fallback_underflow: float = field(
+        0.25,
+        help="Automatic fallback: trouble is more than this share of a tensor that became zero; 0"
+        " means never.",
+    )
+    fp8_auto_fallback_grad_norm_ratio: float = field(
+        4.0,
+        help="Automatic fallback: a spike is a gradient norm of so many times its recent median; 0"
+        " means never.",
+    )
+    fp8_auto_fallback_patience: int = field(
+        3,
+        help="Automatic fallback: looks with trouble before a layer falls back, spikes of the"
+        " gradient norm before the worst layer does, and steps that a trial lasts.",
+    )
+    fp8_auto_fallback_probe_interval: int = field(
+        500,
+        help="Automatic fallback: time until a layer tries FP8 again; doubled with every fall.",
+        units="steps",
+    )
     fp8_spike_rollback: bool = field(
         False,
         help="After a loss spike return to the last snapshot in memory and leave out the batches"

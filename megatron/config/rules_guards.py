@@ -9,7 +9,14 @@ from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
 
 _ROLLBACK = tuple(n for n in SPECS if n.startswith("fp8_spike_rollback_"))
+_FALLBACK = tuple(n for n in SPECS if n.startswith("fp8_auto_fallback_"))
 _SMALLEST = {
+    "fp8_auto_fallback_amax_ratio": 0,
+    "fp8_auto_fallback_saturation": 0,
+    "fp8_auto_fallback_underflow": 0,
+    "fp8_auto_fallback_grad_norm_ratio": 0,
+    "fp8_auto_fallback_patience": 1,
+    "fp8_auto_fallback_probe_interval": 1,
     "fp8_spike_rollback_interval": 1,
     "fp8_spike_rollback_window": 4,
     "fp8_spike_rollback_deviations": 0,
@@ -35,6 +42,42 @@ def guards_are_in_range(c: Draft) -> Iterator[Problem]:
                 f"It must be at least {least}",
                 f"Correct it. It is: {meaning}",
             )
+
+
+@rule
+def fallback_has_what_it_needs(c: Draft) -> Iterator[Problem]:
+    """--fp8-auto-fallback needs FP8 on the native layers, and figures of its casts."""
+    if not c.fp8_auto_fallback:
+        changed = _changed(c, _FALLBACK)
+        if changed:
+            yield Problem(
+                tuple(flag_of(n) for n in changed),
+                ", ".join(str(c.values[n]) for n in changed),
+                "No layer falls back without --fp8-auto-fallback",
+                f"Add --fp8-auto-fallback, or remove {' and '.join(flag_of(n) for n in changed)}",
+            )
+        return
+    if c.fp8_format is None and "fp8_format" not in c.broken:
+        yield Problem(
+            ("--fp8-auto-fallback", "--fp8-format"),
+            "no --fp8-format",
+            "Nothing runs in FP8, so nothing can fall back",
+            "Add --fp8-format hybrid, or remove --fp8-auto-fallback",
+        )
+    elif c.fp8_stats_interval < 1:
+        yield Problem(
+            ("--fp8-auto-fallback", "--fp8-stats-interval"),
+            f"--fp8-stats-interval {c.fp8_stats_interval}",
+            "Decisions are made from the figures of FP8 casts",
+            "Remove --fp8-stats-interval, or measure every so many steps",
+        )
+    if c.transformer_impl == "transformer_engine":
+        yield Problem(
+            ("--fp8-auto-fallback", "--transformer-impl"),
+            "transformer_engine",
+            "Its casts take place inside the library, where nobody can measure them",
+            "Remove --fp8-auto-fallback, or use --transformer-impl native",
+        )
 
 
 @rule

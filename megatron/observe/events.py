@@ -67,9 +67,42 @@ class PrecisionLine:
 
 @dataclass(frozen=True)
 class PrecisionTable:
-    """Which GEMM of which layer runs in which precision on which kernel, and why."""
+    """Which GEMM of which layer runs in which precision on which kernel, and why.
+
+    Attributes:
+        lines: The whole model.
+        changed: Whether the run has shown one before, so that the console shows only what does not
+            run as requested.
+    """
 
     lines: tuple[PrecisionLine, ...]
+    changed: bool = False
+
+
+@dataclass(frozen=True)
+class PrecisionChange:
+    """A layer runs in another precision from the next iteration on, and this is why.
+
+    Attributes:
+        iteration: The iteration after which it was decided.
+        layer: Path of the layer; of experts, of the matrix that all of them have.
+        before: How it ran: ``fp8``, ``high precision`` or ``fp8 on probation``.
+        after: How it runs now.
+        rule: ``amax variation``, ``saturation``, ``underflow``, ``gradient norm``, ``probe`` or
+            ``healthy``.
+        what: The reason in words.
+        figures: What the rule looked at, by name.
+        probe_at: Iteration after which it tries FP8 again; 0 if it need not.
+    """
+
+    iteration: int
+    layer: str
+    before: str
+    after: str
+    rule: str
+    what: str
+    figures: Mapping[str, float]
+    probe_at: int = 0
 
 
 @dataclass(frozen=True)
@@ -249,6 +282,7 @@ Event = (
     RunStart
     | Message
     | PrecisionTable
+    | PrecisionChange
     | StepEnd
     | IntervalEnd
     | EvalEnd

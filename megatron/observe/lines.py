@@ -6,7 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from megatron.observe.events import EvalEnd, IntervalEnd, MemoryUse, PrecisionLine, Rollback
+from megatron.observe.events import (
+    EvalEnd,
+    IntervalEnd,
+    MemoryUse,
+    PrecisionChange,
+    PrecisionLine,
+    Rollback,
+)
 
 _DOTS = 48
 _MIB = 1024.0 * 1024.0
@@ -75,6 +82,15 @@ def stamp(text: str, now: datetime) -> str:
     return f"[{text}] datetime: {now:%Y-%m-%d %H:%M:%S} "
 
 
+def change_line(event: PrecisionChange) -> str:
+    """Return which layer changes its precision, why, and when it tries again."""
+    then = f"; tries FP8 again after iteration {event.probe_at}" if event.probe_at else ""
+    return (
+        f"PRECISION of {event.layer}: {event.before} -> {event.after} after iteration"
+        f" {event.iteration} ({event.rule}: {event.what}){then}"
+    )
+
+
 def rollback_line(event: Rollback) -> str:
     """Return what happened, which samples it costs and how the run goes on."""
     how = ""
@@ -102,18 +118,24 @@ def memory_line(use: MemoryUse) -> str:
     return f"[Rank {use.rank}] (after {use.iteration} iterations) memory (MB) | {shown}"
 
 
-def precision_table(lines: Sequence[PrecisionLine]) -> str:
-    """Return which GEMM runs in which precision, one row a group of equal layers."""
+def precision_table(lines: Sequence[PrecisionLine], changed: bool = False) -> str:
+    """Return which GEMM runs in which precision, one row a group of equal layers.
+
+    Args:
+        lines: The whole model.
+        changed: Whether to show only rows that do not run as requested.
+    """
     head = ("layer", "gemm", "requested", "delivered", "kernel", "modules", "reason")
     rows = [
         (x.module, x.gemm, x.requested, x.delivered, x.kernel, str(x.count), x.reason)
         for x in lines
+        if not changed or x.requested != x.delivered
     ]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     layers = [x for x in lines if x.gemm in ("all", "fprop") and not x.module.endswith(_NOT_LINEAR)]
     in_fp8 = sum(x.count for x in layers if x.delivered.startswith("fp8"))
     text = [f"precision: {in_fp8} of {sum(x.count for x in layers)} linear layers in FP8"]
-    for row in [head, *rows]:
+    for row in [head, *rows] if rows else []:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         text.append(("  " + "  ".join(cells)).rstrip())
     return "\n".join(text)

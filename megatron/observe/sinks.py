@@ -24,6 +24,7 @@ from megatron.observe.events import (
     IntervalEnd,
     MemoryUse,
     Message,
+    PrecisionChange,
     PrecisionTable,
     Rollback,
     RunEnd,
@@ -32,6 +33,7 @@ from megatron.observe.events import (
 )
 from megatron.observe.lines import (
     arguments_dump,
+    change_line,
     memory_line,
     perplexity,
     precision_table,
@@ -39,6 +41,9 @@ from megatron.observe.lines import (
     training_line,
     validation_lines,
 )
+
+# What is written as it is, beside figures of steps and evaluations.
+_TOLD = PrecisionTable | PrecisionChange | CheckpointSaved | RunEnd | Incident | Rollback
 
 
 class ConsoleSink:
@@ -74,7 +79,9 @@ class ConsoleSink:
         if isinstance(event, Message):
             print(event.text, flush=True)
         elif isinstance(event, PrecisionTable):
-            print(precision_table(event.lines), flush=True)
+            print(precision_table(event.lines, event.changed), flush=True)
+        elif isinstance(event, PrecisionChange):
+            print(change_line(event), flush=True)
         elif isinstance(event, Rollback):
             print(rollback_line(event), flush=True)
         elif isinstance(event, RunStart):
@@ -148,7 +155,7 @@ class DlloggerSink:
         elif isinstance(event, EvalEnd):
             figures = {f"validation {n}": v for n, v in event.losses.items()}
             self._write(event.iteration, {"at": event.prefix, **figures})
-        elif isinstance(event, PrecisionTable | CheckpointSaved | RunEnd | Incident | Rollback):
+        elif isinstance(event, _TOLD):
             self._write([], {type(event).__name__: asdict(event)})
 
     def _write(self, step: object, data: dict[str, Any]) -> None:

@@ -147,7 +147,7 @@ def save_checkpoint(
     places = fp8_entries.Places.of(cfg, mesh)
     tree, fp8_tensors = fp8_entries.split(fp8.state_dict() if fp8 else {}, places)
     tensors.update(fp8_tensors)
-    if mesh.pp.size > 1:  # each stage knows its own layers only
+    if mesh.pp.size > 1 or mesh.ep.size > 1:  # each rank knows its own layers only
         tree = fp8_entries.merge(peers.gather(tree))
     assets: dict[str, Path | bytes] = {}
     if peers.leads:

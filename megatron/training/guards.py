@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron.config import RunConfig
 from megatron.observe.bus import Bus
+from megatron.observe.events import Message
+from megatron.training.fallback import AutoFallback
 from megatron.training.initialize import Runtime
 from megatron.training.progress import Progress
 from megatron.training.providers import Parts
@@ -31,9 +33,13 @@ class Guards:
     def __init__(
         self, cfg: RunConfig, runtime: Runtime, parts: Parts, progress: Progress, bus: Bus
     ) -> None:
+        self._parts, self._bus = parts, bus
+        self._fallback: AutoFallback | None = None
         self._rollback: SpikeRollback | None = None
+        if cfg.fp8_auto_fallback:
+            self._fallback = AutoFallback(cfg, runtime, parts, progress, bus)
         if cfg.fp8_spike_rollback:
-            self._rollback = SpikeRollback(cfg, runtime, parts, progress, bus)
+            self._rollback = SpikeRollback(cfg, runtime, parts, progress, bus, self._fallback)
 
     def start(self) -> None:
         """Prepare for the first iteration, after a checkpoint was loaded. Collective."""
@@ -53,7 +59,11 @@ class Guards:
         Raises:
             TrainingError: The run should not go on.
         """
-        return self._rollback is not None and self._rollback.after_step(outcome, last_checkpoint)
+        if self._rollback is not None and self._rollback.after_step(outcome, last_checkpoint):
+            return True
+        if self._fallback is not None:
+            self._fallback.after_step(outcome)
+        return False
 
     def end_iteration(self, saved: bool) -> None:
         """Finish an iteration; `saved` says whether it has a checkpoint."""
@@ -62,9 +72,23 @@ class Guards:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later decisions depend on, as plain values."""
-        return {} if self._rollback is None else {"rollback": self._rollback.state_dict()}
+        guards = {"rollback": self._rollback, "fallback": self._fallback}
+        return {name: guard.state_dict() for name, guard in guards.items() if guard is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; a guard that had no state starts anew."""
+        """Continue from `state_dict`, after the FP8 state; a guard without state starts anew."""
+        if self._fallback is not None:
+            self._fallback.load_state_dict(state.get("fallback") or {})
+        else:
+            self._release()
         if self._rollback is not None:
             self._rollback.load_state_dict(state.get("rollback") or {})
+
+    def _release(self) -> None:
+        """Let layers run in FP8 again that a guard held back which is not there any more."""
+        held = self._parts.fp8.suspended()
+        if held:
+            self._parts.fp8.suspend({})
+            layers = ", ".join(held)
+            what = f"NOTE: without --fp8-auto-fallback they run in FP8 again: {layers}"
+            self._bus.emit(Message(what))

@@ -17,11 +17,15 @@ from megatron.observe.events import PrecisionLine, PrecisionTable
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def summarize(rows: Iterable[PrecisionRow]) -> PrecisionTable:
+def summarize(rows: Iterable[PrecisionRow], changed: bool = False) -> PrecisionTable:
     """Return one line a group of equal rows.
 
     Layers that differ by their number only share a line, and so do the GEMMs of a layer that run
     alike.
+
+    Args:
+        rows: Of the whole model.
+        changed: Whether the run has shown a table before.
     """
     by_layer: dict[str, list[PrecisionRow]] = {}
     for row in rows:
@@ -34,7 +38,8 @@ def summarize(rows: Iterable[PrecisionRow]) -> PrecisionTable:
             module = _LAYER_NUMBER.sub("*", path)
             key = (module, gemm, row.requested, row.delivered, row.kernel, row.reason)
             counts[key] = counts.get(key, 0) + 1
-    return PrecisionTable(tuple(PrecisionLine(*key, count) for key, count in counts.items()))
+    lines = (PrecisionLine(*key, count) for key, count in counts.items())
+    return PrecisionTable(tuple(lines), changed)
 
 
 def of_all_stages(rows: Iterable[PrecisionRow], axis: Axis) -> list[PrecisionRow]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +27,16 @@ from megatron.training.snapshot import Snapshot
 from megatron.training.step import StepOutcome
 
 
+class Deciding(Protocol):
+    """What a snapshot needs of another guard."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later decisions depend on, as plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there."""
+
+
 class SpikeRollback:
     """Watches the loss, takes snapshots, and returns to the last one.
 
@@ -38,16 +48,23 @@ class SpikeRollback:
         parts: What is trained.
         progress: The run's counters.
         bus: Receives what happens.
+        others: What else decides from what it has seen, and has to go back as well.
 
     Raises:
         PrecisionError: The backend cannot leave FP8 for a while as asked.
     """
 
     def __init__(
-        self, cfg: RunConfig, runtime: Runtime, parts: Parts, progress: Progress, bus: Bus
+        self,
+        cfg: RunConfig,
+        runtime: Runtime,
+        parts: Parts,
+        progress: Progress,
+        bus: Bus,
+        others: Deciding | None = None,
     ) -> None:
         self._cfg, self._runtime, self._parts = cfg, runtime, parts
-        self._progress, self._bus = progress, bus
+        self._progress, self._bus, self._others = progress, bus, others
         self._losses = Watch(
             cfg.fp8_spike_rollback_window,
             cfg.fp8_spike_rollback_deviations,
@@ -141,6 +158,8 @@ class SpikeRollback:
         if cfg.fp8_spike_rollback_precision == "bf16":
             self._without_fp8_until = progress.iteration + cfg.fp8_spike_rollback_precision_iters
         self._hold()
+        if self._others is not None:
+            self._others.load_state_dict(kept["others"])
         self._bus.rewind(progress.iteration)
         self._bus.emit(
             Rollback(
@@ -163,6 +182,7 @@ class SpikeRollback:
                 "progress": self._progress.to_dict(),
                 "losses": self._losses.state_dict(),
                 "without_fp8_until": self._without_fp8_until,
+                "others": {} if self._others is None else self._others.state_dict(),
             }
         )
 

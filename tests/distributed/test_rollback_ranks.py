@@ -20,9 +20,13 @@ EXPERTS = {
 LAYOUTS = {
     "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True, **DELAYED},
     "dp2 sharded": {**SHARDED, **DELAYED},
-    "pp2 sharded moments": {"pipeline_model_parallel_size": 2, "bf16": True,
-                            "use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8",
-                            "exp_avg_sq_dtype": "fp16"},  # fmt: skip
+    "pp2 sharded moments": {
+        "pipeline_model_parallel_size": 2,
+        "bf16": True,
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "fp8",
+        "exp_avg_sq_dtype": "fp16",
+    },  # fmt: skip
     "ep2 biases sharded fp32": {**EXPERTS, **SHARDED},
 }
 SPOILT = range(14 * BATCH, 15 * BATCH)

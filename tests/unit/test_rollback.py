@@ -18,8 +18,7 @@ SPOILT = range(14 * BATCH, 15 * BATCH)
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, DELAYED, {"fp8_spike_rollback_memory": "device", "optimizer": "sgd",
-              "lr": 0.5}],
+    [{}, DELAYED, {"fp8_spike_rollback_memory": "device", "optimizer": "sgd", "lr": 0.5}],
     ids=["fp32", "delayed", "sgd"],
 )
 def test_a_spoilt_batch_leaves_no_trace(fields):
