@@ -21,3 +21,25 @@ class Fp8StatsConfig:
         help="About how many elements of a tensor are compared with what they became; 0 means all.",
         units="elements",
     )
+    fp8_alert_amax_ratio: float = field(
+        32.0,
+        help="Warn when the largest magnitude of a tensor is so many times its recent median, or"
+        " the median of like layers; 0 means never.",
+    )
+    fp8_alert_saturation: float = field(
+        0.01,
+        help="Warn when more than this share of a tensor is beyond the format's largest value; 0"
+        " means never.",
+    )
+    fp8_alert_underflow: float = field(
+        0.25, help="Warn when more than this share of a tensor became zero; 0 means never."
+    )
+    fp8_debug_dump: str | None = field(
+        help="File that receives amax and scale of every module and measured step, one JSON object"
+        " a line without times, so that two runs can be compared with diff."
+    )
+    nvtx_ranges: bool = field(
+        False,
+        help="Name every layer, with its precision, for profilers: NVTX ranges on CUDA, and records"
+        " of torch.profiler.",
+    )

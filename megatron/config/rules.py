@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config import (
     rules_data,
+    rules_fp8_stats,
     rules_guards,
     rules_model,
     rules_moe,
@@ -27,6 +28,7 @@ _LISTED = (
     rules_overlap,
     rules_pipeline,
     rules_training,
+    rules_fp8_stats,
     rules_data,
 )
 _MODULES = [m.__name__ for m in _LISTED]

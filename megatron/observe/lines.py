@@ -8,6 +8,7 @@ from datetime import datetime
 
 from megatron.observe.events import (
     EvalEnd,
+    Fp8Alert,
     IntervalEnd,
     MemoryUse,
     PrecisionChange,
@@ -17,6 +18,7 @@ from megatron.observe.events import (
 
 _DOTS = 48
 _MIB = 1024.0 * 1024.0
+_NAMED = 3
 # Rows of the precision table that are no linear layers: shown, but not counted.
 _NOT_LINEAR = ("word_embeddings", "core_attention", "router")
 
@@ -101,6 +103,19 @@ def rollback_line(event: Rollback) -> str:
         f" back to iteration {event.back_to}; samples {event.first_sample} to"
         f" {event.end_sample - 1} are left out{how}"
     )
+
+
+def alert_line(alert: Fp8Alert) -> str:
+    """Return a warning about FP8 casts; it names the worst tensor and a few more."""
+    text = f"WARNING: FP8 {alert.kind} at iteration {alert.iteration}: "
+    if alert.where:
+        text += f"[{alert.where}] "
+    text += f"{alert.path} {alert.role}: {alert.what}"
+    if alert.others:
+        count, named = len(alert.others), alert.others[:_NAMED]
+        text += f"; also {', '.join(named)}"
+        text += f" and {count - len(named)} more" if count > len(named) else ""
+    return text
 
 
 def memory_line(use: MemoryUse) -> str:

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.errors import BackendUnavailable, complaint
 from megatron.core.fp8 import Fp8State
+from megatron.core.fp8.ranges import Ranges
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -120,7 +121,11 @@ def build_gpt(
         weight_grads=weight_grads,
     )
     stages = local_stages(cfg, runtime.mesh.pp)
-    return GPTModel(build, stages=stages), fp8, rng
+    model = GPTModel(build, stages=stages)
+    if cfg.nvtx_ranges:
+        fp8.ranges = Ranges(runtime.device)
+        fp8.ranges.attach(model, {r.path: r.delivered for r in model.named_precision_rows()})
+    return model, fp8, rng
 
 
 def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:

@@ -226,6 +226,7 @@ class Trainer:
                 complaint("data", "no training split", "There is nothing to train on", "Give one")
             )
         self._step = TrainStep(cfg, self._runtime, self.parts, sources.train)
+        fp8 = fp8_watch.Fp8Watch(self._runtime, self.parts.fp8, self.bus.emit, progress.iteration)
         self._say("training ...")
         self._stamp("before the start of training step")
         self.parts.ddp.train()
@@ -241,6 +242,7 @@ class Trainer:
             samples = progress.next_samples(available, cfg.global_batch_size)
             outcome = self._step.run(progress.iteration + 1, samples)
             self._account(outcome)
+            fp8.after_step()
             self._report_memory(progress.iteration - first)
             self._explain_bad_step(outcome, sources.train, samples)
             if self.guards.after_step(outcome, self._last_good_checkpoint):

@@ -49,7 +49,11 @@ def grouped_linear(
     """
     counts = list(tokens_per_expert)
     check_counts(counts, len(weights), x)
-    return _grouped_linear(x, tuple(precisions), counts, later, *weights)
+    y = _grouped_linear(x, tuple(precisions), counts, later, *weights)
+    if precisions and precisions[0].state.ranges is not None:
+        group = precisions[0].path.rpartition(".")[0]
+        precisions[0].state.ranges.backward(group, precisions[0], y)
+    return y
 
 
 def check_counts(counts: Sequence[int], num_experts: int, x: torch.Tensor) -> None:

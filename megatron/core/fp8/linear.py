@@ -68,10 +68,25 @@ def linear(
     gather = None if gather is None or gather.size == 1 else gather
     scatter = None if scatter is None or scatter.size == 1 else scatter
     sharding = Sharding(gather, scatter, transfers)
+    y = _multiply(x, weight, bias, precision, sharding, is_first_microbatch, after_backward, later)
+    if precision.state.ranges is not None:
+        precision.state.ranges.backward(precision.path, precision, y)
+    return y
+
+
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    precision: LinearPrecision,
+    sharding: Sharding,
+    hint: bool | None,
+    after_backward: Callable[[], None] | None,
+    later: WeightGradQueue | None,
+) -> torch.Tensor:
+    """`linear`, in the precision of now."""
     if precision.active:
-        return _fp8_linear(
-            x, weight, bias, precision, sharding, is_first_microbatch, after_backward, later
-        )
+        return _fp8_linear(x, weight, bias, precision, sharding, hint, after_backward, later)
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
     measure_forward(precision, x, weight)

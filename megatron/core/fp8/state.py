@@ -16,6 +16,7 @@ from megatron.core.fp8.formats import Format
 from megatron.core.fp8.gemm import EMULATIONS
 from megatron.core.fp8.policy import Fp8Policy
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
+from megatron.core.fp8.ranges import Ranges
 from megatron.core.fp8.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -77,6 +78,7 @@ class Fp8State:
         emulation: `fast` or `exact`, where there is no FP8 hardware.
         generation: Counts synchronisations; weights are quantized anew after each.
         stats: Measures casts; None, the default, to measure nothing.
+        ranges: Names layers for profilers; None, the default, not to.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Fp8State:
         self.recording = True
         self.generation = 0
         self.stats: StatsCollector | None = None
+        self.ranges: Ranges | None = None
         self.book: AmaxBook | None = None
         self.expert_book: AmaxBook | None = None
         if isinstance(self.recipe, DelayedScaling):
@@ -198,6 +201,8 @@ class Fp8State:
         """
         for book, ranks in ((self.book, axis), (self.expert_book, expert_axis)):
             if book is not None:
+                if self.stats is not None:
+                    self.stats.note_book(book)
                 book.sync(ranks)
         self.generation += 1
 

@@ -10,15 +10,17 @@ Casts of a recomputed forward and of an evaluation are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 
 from megatron.core.comm_log import CONTROL
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import kernels
+from megatron.core.fp8.amax import AmaxBook, Slots
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
@@ -26,8 +28,9 @@ from megatron.core.tensor_parallel.mappings import all_reduce_, gather_objects
 
 # Scale times magnitude may exceed the format's maximum by the rounding of both, not by more.
 _ROUNDING = 1.0 + 1e-6
-_SUMS = ("elements", "saturated", "underflow", "signal", "noise", "nonfinite")
+_SUMS = ("elements", "saturated", "underflow", "signal", "noise", "nonfinite", "casts")
 _Key = tuple[str, Role]
+_Numbers = tuple[_Key, list[float], list[float]]
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,11 @@ class RoleStats:
         snr_db: Energy of the tensor over energy of its error, in decibels; infinite if the cast
             was exact, NaN if all elements are zero, minus infinite if the error is no number.
         elements: How many elements shares and energies were measured on. What several ranks hold
-            alike counts once for each.
-        nonfinite: How many elements, of all, are NaN or infinite. The other figures leave them
+            alike counts once for each. 0 if only magnitude and scale are known, as of a cast that
+            took place inside a library.
+        nonfinite: How many elements, of all, are NaN or infinite. Shares and energies leave them
             out.
+        casts: How many casts these are, over microbatches and ranks.
     """
 
     amax: float
@@ -55,6 +60,7 @@ class RoleStats:
     snr_db: float
     elements: int
     nonfinite: int = 0
+    casts: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,8 @@ class Tally:
 
     Attributes:
         highest: `[2]`, fp64: magnitude and inverse scale, the largest of each.
-        sums: `[6]`, fp64: elements, saturated, underflown, energies of tensor and error,
-            non-finite.
+        sums: `[7]`, fp64: elements, saturated, underflown, energies of tensor and error,
+            non-finite, casts.
     """
 
     highest: torch.Tensor
@@ -97,6 +103,7 @@ def measure(x: torch.Tensor, made: QuantizedTensor, samples: int = 0) -> Tally:
             values.square().sum(),
             error.square().sum(),
             nonfinite,
+            torch.ones_like(nonfinite),
         ]
     )
     inverse = made.scale_inv.reshape(-1)
@@ -151,14 +158,13 @@ def _places(
 
 def role_stats(highest: Sequence[float], sums: Sequence[float]) -> RoleStats:
     """The figures of a tally's numbers."""
-    elements, saturated, underflow, signal, noise, nonfinite = sums
+    elements, saturated, underflow, signal, noise, nonfinite, casts = sums
     amax, inverse = highest
     if noise == 0:
         snr = math.inf if signal > 0 else math.nan
-    elif math.isfinite(noise):
-        snr = 10.0 * math.log10(signal / noise)
     else:
-        snr = -math.inf
+        comparable = signal > 0 and math.isfinite(noise)
+        snr = 10.0 * math.log10(signal / noise) if comparable else -math.inf
     return RoleStats(
         amax=amax,
         scale=1.0 / inverse if inverse > 0 else 0.0,
@@ -167,7 +173,16 @@ def role_stats(highest: Sequence[float], sums: Sequence[float]) -> RoleStats:
         snr_db=snr,
         elements=int(elements),
         nonfinite=int(nonfinite),
+        casts=int(casts),
     )
+
+
+class Watched(Protocol):
+    """A layer; `LinearPrecision` is one."""
+
+    @property
+    def active(self) -> bool:
+        """Whether it runs in FP8."""
 
 
 class StatsCollector:
@@ -186,6 +201,8 @@ class StatsCollector:
         iteration: The running step.
         due: Whether figures are collected in it.
         latest_iteration: The step that `latest` tells about; 0 before the first.
+        uncast: Layers that were to run in FP8 in that step, and of which no cast was seen on this
+            rank or on the ranks of other stages that it talks to.
     """
 
     def __init__(
@@ -203,9 +220,13 @@ class StatsCollector:
         self.iteration = 0
         self.due = False
         self.latest_iteration = 0
+        self.uncast: tuple[str, ...] = ()
         self._requested = False
         self._tallies: dict[_Key, Tally] = {}
+        self._seen: set[str] = set()
         self._latest: dict[str, dict[Role, RoleStats]] = {}
+        self._numbers: list[_Numbers] = []
+        self._stages: dict[str, int] = {}
         self._layout: list[_Key] = []
 
     def begin_step(self, iteration: int) -> None:
@@ -214,6 +235,7 @@ class StatsCollector:
         self.due = self._requested or iteration == 1 or iteration % self.interval == 0
         self._requested = False
         self._tallies.clear()
+        self._seen.clear()
 
     def request(self) -> None:
         """Make the next step due; on all ranks alike."""
@@ -233,17 +255,36 @@ class StatsCollector:
         """
         if not self.due:
             return
-        key, tally = (path, role), None
+        self._seen.add(path)
+        key = (path, role)
         before = self._tallies.get(key)
         if before is None or role is not Role.WEIGHT:
             tally = measure(x, made, self.samples)
             self._tallies[key] = tally if before is None else before.plus(tally)
 
-    def end_step(self, paths: Iterable[str]) -> None:
+    @torch.no_grad()
+    def note_book(self, book: AmaxBook) -> None:
+        """Take note of staged magnitudes and their scales, where no cast was seen.
+
+        Those are of layers of a library that casts by itself.
+        """
+        if not self.due:
+            return
+        staged = book.history[0].double().nan_to_num(nan=0.0, posinf=math.inf)
+        inverse = torch.where(staged > 0, book.scale.double().reciprocal(), 0.0)
+        none = torch.zeros(len(_SUMS), dtype=torch.float64, device=staged.device)
+        for path in book.paths():
+            for role in Role:
+                if (path, role) not in self._tallies:
+                    index = Slots(book, path).of(role).index()
+                    highest = torch.stack([staged[index], inverse[index]])
+                    self._tallies[path, role] = Tally(highest, none)
+
+    def end_step(self, layers: Mapping[str, Watched]) -> None:
         """Combine what all ranks have seen. Collective on a step that is due.
 
         Args:
-            paths: Every layer of this rank that may have noted anything, at any step.
+            layers: Every layer of this rank that may cast anything, at any step.
 
         Raises:
             PrecisionError: A layer that is not among the paths has.
@@ -251,7 +292,7 @@ class StatsCollector:
         if not self.due:
             return
         if not self._layout:
-            self._layout = self._agree(paths)
+            self._layout = self._agree(layers)
         place = {key: index for index, key in enumerate(self._layout)}
         strangers = [key[0] for key in self._tallies if key not in place]
         if strangers:
@@ -263,18 +304,20 @@ class StatsCollector:
                     "Build the whole model first",
                 )
             )
+        uncast = [p for p in layers if layers[p].active and p not in self._seen]
         highest, sums = self._packed(place)
         all_reduce_(highest, self._axis, "max", CONTROL)
         all_reduce_(sums, self._axis, "sum", CONTROL)
-        own: dict[str, dict[Role, RoleStats]] = {}
-        for (path, role), most, total in zip(
-            self._layout, highest.tolist(), sums.tolist(), strict=True
-        ):
-            if any(total):
-                own.setdefault(path, {})[role] = role_stats(most, total)
-        self._latest = {}
-        for part in gather_objects(own, self._pipeline):
-            self._latest.update(part)
+        numbers = zip(self._layout, highest.tolist(), sums.tolist(), strict=True)
+        own = [(key, most, total) for key, most, total in numbers if any(total) or any(most)]
+        self._numbers, self._latest, self.uncast = [], {}, ()
+        for stage, (part, silent) in enumerate(gather_objects((own, uncast), self._pipeline)):
+            for (path, role), most, total in part:
+                self._latest.setdefault(path, {})[role] = role_stats(most, total)
+                self._stages[path] = stage
+            self._stages.update(dict.fromkeys(silent, stage))
+            self._numbers += part
+            self.uncast += tuple(silent)
         self.latest_iteration = self.iteration
         self._tallies.clear()
 
@@ -286,6 +329,32 @@ class StatsCollector:
     def figures(self) -> Mapping[str, Mapping[Role, RoleStats]]:
         """The figures of every layer of the model, by path."""
         return self._latest
+
+    def stage(self, path: str) -> int:
+        """Index along the pipeline axis of the ranks that hold a layer with figures, or uncast."""
+        return self._stages[path]
+
+    def grouped(self, name: Callable[[str], str]) -> dict[str, dict[Role, RoleStats]]:
+        """The figures of layers taken together.
+
+        Args:
+            name: From a layer's path, what it is counted as.
+        """
+        merged: dict[tuple[str, Role], tuple[list[float], list[float]]] = {}
+        for (path, role), most, total in self._numbers:
+            key = (name(path), role)
+            before = merged.get(key)
+            if before is None:
+                merged[key] = (most, total)
+            else:
+                merged[key] = (
+                    [max(pair) for pair in zip(before[0], most, strict=True)],
+                    [a + b for a, b in zip(before[1], total, strict=True)],
+                )
+        out: dict[str, dict[Role, RoleStats]] = {}
+        for (group, role), (most, total) in merged.items():
+            out.setdefault(group, {})[role] = role_stats(most, total)
+        return out
 
     def _agree(self, paths: Iterable[str]) -> list[_Key]:
         """The same order on all ranks; experts are not the same layers everywhere."""
