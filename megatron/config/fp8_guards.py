@@ -21,7 +21,7 @@ class Fp8GuardsConfig:
         " median; 0 means never.",
     )
     fp8_auto_fallback_saturation: float = field(
-        0.001,
+        0.01,
         help="Automatic fallback: trouble is more than this share of a tensor beyond the format's"
         " largest value; 0 means never.",
     )

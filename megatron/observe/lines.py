@@ -89,7 +89,7 @@ def change_line(event: PrecisionChange) -> str:
     then = f"; tries FP8 again after iteration {event.probe_at}" if event.probe_at else ""
     return (
         f"PRECISION of {event.layer}: {event.before} -> {event.after} after iteration"
-        f" {event.iteration} ({event.rule}: {event.what}){then}"
+        f" {event.iteration} ({event.what}){then}"
     )
 
 
@@ -138,19 +138,22 @@ def precision_table(lines: Sequence[PrecisionLine], changed: bool = False) -> st
 
     Args:
         lines: The whole model.
-        changed: Whether to show only rows that do not run as requested.
+        changed: Whether to show only layers that do not run as requested, in few words.
     """
     head = ("layer", "gemm", "requested", "delivered", "kernel", "modules", "reason")
     rows = [
         (x.module, x.gemm, x.requested, x.delivered, x.kernel, str(x.count), x.reason)
         for x in lines
-        if not changed or x.requested != x.delivered
     ]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     layers = [x for x in lines if x.gemm in ("all", "fprop") and not x.module.endswith(_NOT_LINEAR)]
     in_fp8 = sum(x.count for x in layers if x.delivered.startswith("fp8"))
     text = [f"precision: {in_fp8} of {sum(x.count for x in layers)} linear layers in FP8"]
-    for row in [head, *rows] if rows else []:
+    if changed:
+        held = (x for x in lines if x.requested != x.delivered)
+        text += dict.fromkeys(f"  {x.module}: {x.delivered}, {x.reason}" for x in held)
+        return "\n".join(text)
+    for row in [head, *rows]:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         text.append(("  " + "  ".join(cells)).rstrip())
     return "\n".join(text)

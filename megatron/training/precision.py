@@ -25,7 +25,8 @@ def summarize(rows: Iterable[PrecisionRow], changed: bool = False) -> PrecisionT
 
     Args:
         rows: Of the whole model.
-        changed: Whether the run has shown a table before.
+        changed: Whether the run has shown a table before; layers that do not run as requested are
+            then named one by one.
     """
     by_layer: dict[str, list[PrecisionRow]] = {}
     for row in rows:
@@ -35,7 +36,8 @@ def summarize(rows: Iterable[PrecisionRow], changed: bool = False) -> PrecisionT
         alike = len({(r.requested, r.delivered, r.kernel, r.reason) for r in own}) == 1
         for row in own[:1] if alike else own:
             gemm = "all" if alike else row.gemm
-            module = _LAYER_NUMBER.sub("*", path)
+            named = changed and row.requested != row.delivered
+            module = path if named else _LAYER_NUMBER.sub("*", path)
             key = (module, gemm, row.requested, row.delivered, row.kernel, row.reason)
             counts[key] = counts.get(key, 0) + 1
     lines = (PrecisionLine(*key, count) for key, count in counts.items())

@@ -33,7 +33,7 @@ def play(fallback, steps, first=1):
         if isinstance(seen, tuple):
             norm, seen = seen
         for one in fallback.step(iteration, norm, seen):
-            made.append((iteration, one.unit, one.after, one.rule))
+            made.append((iteration, one.layer, one.after, one.rule))
     return made
 
 

@@ -59,7 +59,7 @@ class Change:
     """A decision about one unit.
 
     Attributes:
-        unit: Its name.
+        layer: Name of the unit.
         before: How it ran.
         after: How it runs from the next step on.
         rule: ``amax variation``, ``saturation``, ``underflow``, ``gradient norm``, ``probe`` or
@@ -69,7 +69,7 @@ class Change:
         probe_at: Step after which it tries again; 0 if it need not.
     """
 
-    unit: str
+    layer: str
     before: str
     after: str
     rule: str
