@@ -182,7 +182,13 @@ class Loud:
 
         parts.optimizer.measure = measure_softly
         layer.register_forward_pre_hook(lambda _, args: (_times(args[0], factor()), *args[1:]))
-        layer.register_forward_hook(lambda _, args, out: (_times(out[0], 1 / factor()), out[1]))
+        layer.register_forward_hook(lambda _, args, out: _softly(out, 1 / factor()))
+
+
+def _softly(out, factor):
+    if isinstance(out, tuple):  # with the bias
+        return _times(out[0], factor), *out[1:]
+    return _times(out, factor)
 
 
 def _times(x, factor):

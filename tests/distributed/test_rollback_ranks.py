@@ -6,6 +6,7 @@ import pytest
 
 from megatron.observe.events import Rollback
 from megatron.training.initialize import Launch
+from megatron.training.parity.ranks import compile_kernels
 from tests.distpool import run_ranks
 from tests.spikes import BATCH, Samples, different, run, state
 
@@ -18,7 +19,12 @@ EXPERTS = {
     "moe_router_bias_update_rate": 0.01, "moe_ffn_hidden_size": 32, "add_bias_linear": False,
 }  # fmt: skip
 LAYOUTS = {
-    "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True, **DELAYED},
+    "tp2sp": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "micro_batch_size": 4,
+        **DELAYED,
+    },  # fmt: skip
     "dp2 sharded": {**SHARDED, **DELAYED},
     "pp2 sharded moments": {
         "pipeline_model_parallel_size": 2,
@@ -35,7 +41,8 @@ SPOILT = range(14 * BATCH, 15 * BATCH)
 def both(rank, world_size, fields):
     """Train with spoilt samples and without them; return events and what differs."""
     launch = Launch(rank, world_size, rank, world_size)
-    settings = {"micro_batch_size": 2, "fp8_spike_rollback_interval": 2, **fields}
+    settings = {"num_layers": 2, "micro_batch_size": 2, "fp8_spike_rollback_interval": 2,
+                "exit_interval": 18, **fields}  # fmt: skip
     spoilt, seen = run(Samples(SPOILT), launch, **settings)
     clean, quiet = run(Samples(without=[(SPOILT[0], SPOILT[-1] + 1)]), launch, **settings)
     return seen.kinds(Rollback), quiet.kinds(Rollback), different(state(spoilt), state(clean))
@@ -43,6 +50,7 @@ def both(rank, world_size, fields):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_spoilt_batch_leaves_no_trace(layout):
+    compile_kernels()
     found = run_ranks(both, 2, LAYOUTS[layout])
     for events, quiet, differences in found:
         assert [(one.iteration, one.back_to) for one in events] == [(15, 14)]

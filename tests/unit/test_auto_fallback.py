@@ -45,8 +45,10 @@ def test_a_planted_layer_falls_back_is_tried_and_returns(straight):
     tables = [precision_table(one.lines, one.changed) for one in seen.kinds(PrecisionTable)]
     assert len(tables) == 1 + len(PLANTED)
     assert tables[1].splitlines()[0] == "precision: 3 of 5 linear layers in FP8"
-    assert tables[1].splitlines()[1].startswith(
-        f"  {LOUD_LAYER}: bf16, fell back at iteration 19: saturation"
+    assert (
+        tables[1]
+        .splitlines()[1]
+        .startswith(f"  {LOUD_LAYER}: bf16, fell back at iteration 19: saturation")
     )
     assert tables[2] == "precision: 4 of 5 linear layers in FP8"
     assert made.parts.fp8.suspended() == {}
