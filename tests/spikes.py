@@ -32,7 +32,7 @@ RUN: dict[str, Any] = {
 LOUD_LAYER = "decoder.layers.0.mlp.linear_fc2"
 LOUD: dict[str, Any] = {
     "bf16": True, "fp8_format": "hybrid", "fp8_auto_fallback": True,
-    "fp8_auto_fallback_saturation": 0.3, "fp8_auto_fallback_amax_ratio": 50.0,  # it is so small
+    "fp8_auto_fallback_saturation": 0.3, "fp8_auto_fallback_amax_ratio": 50.0,  # for a tiny model
     "fp8_auto_fallback_probe_interval": 6, "fp8_stats_interval": 5, "fp8_stats_samples": 0,
     "train_iters": 44, "lr": 2e-3, "log_interval": 50,
     **{name: SPECS[name].default for name in RUN if name.startswith("fp8_spike_rollback")},

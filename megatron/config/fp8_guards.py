@@ -16,7 +16,7 @@ class Fp8GuardsConfig:
         help="Let a layer that FP8 does harm to run in high precision for a while, and try again.",
     )
     fp8_auto_fallback_amax_ratio: float = field(
-        10.0,
+        20.0,
         help="Automatic fallback: trouble is a largest magnitude of so many times its recent"
         " median; 0 means never.",
     )
@@ -26,7 +26,7 @@ class Fp8GuardsConfig:
         " largest value; 0 means never.",
     )
     fp8_auto_fallback_underflow: float = field(
-        0.25,
+        0.1,
         help="Automatic fallback: trouble is more than this share of a tensor that became zero; 0"
         " means never.",
     )
