@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.config.fp8_policy import recipes_in_use
 from megatron.config.problems import Problem
 
 ALIGNMENT = 16
@@ -103,8 +104,11 @@ def misaligned(c: Any) -> Iterator[Problem]:
     """
     if c.fp8_format is None:
         return
-    multiple = alignment_of(c.fp8_recipe)
+    multiples = [alignment_of(recipe) for recipe in recipes_in_use(c)] or [1]
     for flags, what, size, step in extents(c):
+        # Every layer sees the tokens; a width concerns some layers, which are checked as they are
+        # built.
+        multiple = max(multiples) if flags[0] == "--seq-length" else min(multiples)
         if size % multiple == 0:
             continue
         near = nearest_multiples(size, multiple)

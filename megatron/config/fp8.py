@@ -54,6 +54,19 @@ class Fp8Config:
     num_layers_at_end_in_bf16: int = field(
         1, help="How many last layers --first-last-layers-bf16 keeps out of FP8."
     )
+    fp8_warmup_iters: int = field(
+        0,
+        help="Train this many iterations without FP8 first, then switch it on in the same run.",
+        units="iterations",
+    )
+    fp8_policy: str | None = field(
+        None,
+        help="YAML file of rules that choose recipe, format or high precision for single layers"
+        " and products (docs/fp8-policy.md); or the rules themselves, as text of several lines.",
+    )
+    fp8_policy_text: str | None = field(
+        None, help="What the file of --fp8-policy says.", derived=True
+    )
     fp8_amax_reduction: str = field(
         "tp-cp-dp",
         choices=("tp", "tp-cp", "tp-cp-dp"),

@@ -229,7 +229,12 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
         "",
     ),
     (
-        r"fp4-|fp8-quantizer|fp8-output|keep-fp8|reuse-grad-buf|te-precision",
+        r"te-precision",
+        "A precision file of Transformer Engine is",
+        "Write rules for --fp8-policy; docs/fp8-policy.md says how",
+    ),
+    (
+        r"fp4-|fp8-quantizer|fp8-output|keep-fp8|reuse-grad-buf",
         "That use of low precision is",
         "Use --fp8-format with --fp8-recipe delayed, tensorwise, blockwise or mxfp8",
     ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from megatron.config import (
     rules_data,
+    rules_fp8,
+    rules_fp8_attention,
     rules_fp8_stats,
     rules_guards,
     rules_model,
@@ -22,6 +24,8 @@ __all__ = ["RULES", "ConfigError", "Problem", "check", "rule"]
 # The order in which problems are listed and documented.
 _LISTED = (
     rules_model,
+    rules_fp8,
+    rules_fp8_attention,
     rules_guards,
     rules_moe,
     rules_parallel,

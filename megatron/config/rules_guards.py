@@ -111,6 +111,14 @@ def rollback_changes_a_precision_there_is(c: Draft) -> Iterator[Problem]:
             "The precision stays the same after a rollback, so no time is counted",
             "Add --fp8-spike-rollback-precision bf16, or remove the number of steps",
         )
+    if leaves and c.fp8_dot_product_attention:
+        yield Problem(
+            ("--fp8-spike-rollback-precision", "--fp8-dot-product-attention"),
+            "bf16 and FP8 attention",
+            "What attention's scales depend on exists in FP8 attention only, so they would be out"
+            " of date when it is switched on again",
+            "Use --fp8-spike-rollback-precision same, or remove --fp8-dot-product-attention",
+        )
     if leaves and c.transformer_impl == "transformer_engine" and c.fp8_recipe == "delayed":
         yield Problem(
             ("--fp8-spike-rollback-precision", "--transformer-impl", "--fp8-recipe"),

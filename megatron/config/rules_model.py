@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron.config.alignment import misaligned
 from megatron.config.draft import DEFAULT_MODEL, Draft
 from megatron.config.fp8 import published_format
+from megatron.config.fp8_policy import recipes_in_use
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
 
@@ -51,6 +52,7 @@ _AT_LEAST_ONE = (
     "tensorboard_queue_size",
 )
 _AT_LEAST_ZERO = (
+    "fp8_warmup_iters",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
     "eval_iters",
@@ -269,6 +271,8 @@ def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
         "fp8_amax_compute_algo",
         "fp8_wgrad",
         "first_last_layers_bf16",
+        "fp8_warmup_iters",
+        "fp8_policy",
     )
     changed = tuple(flag_of(n) for n in names if c.values[n] != SPECS[n].default)
     if changed:
@@ -282,8 +286,8 @@ def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
 
 @rule
 def history_belongs_to_delayed_scaling(c: Draft) -> Iterator[Problem]:
-    """Margin and amax history are given only with --fp8-recipe delayed."""
-    if c.fp8_format is None or c.fp8_recipe == "delayed":
+    """Margin and amax history are given only with --fp8-recipe delayed, or a layer that has it."""
+    if c.fp8_format is None or "delayed" in (c.fp8_recipe, *recipes_in_use(c)):
         return
     names = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
     changed = [n for n in names if c.values[n] != SPECS[n].default]

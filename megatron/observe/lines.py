@@ -20,7 +20,7 @@ _DOTS = 48
 _MIB = 1024.0 * 1024.0
 _NAMED = 3
 # Rows of the precision table that are no linear layers: shown, but not counted.
-_NOT_LINEAR = ("word_embeddings", "core_attention", "router")
+_NOT_LINEAR = ("word_embeddings", "core_attention", "router", "dispatcher")
 
 
 def training_line(interval: IntervalEnd, now: datetime, log_throughput: bool = False) -> str:

@@ -309,7 +309,8 @@ def load_checkpoint(
     if not weights_only:
         progress.update(common.get("progress") or _megatron_progress(common))
     peers.attempt(lambda: _load_schedule(loading, optimizer, scheduler))
-    peers.attempt(lambda: _load_fp8(loading, fp8))
+    for sentence in _of_all_ranks(peers, peers.attempt(lambda: _load_fp8(loading, fp8))):
+        loading.note(sentence)
     if guards is not None and not weights_only:
         guards.load_state_dict(common.get("guards") or {})
     peers.attempt(lambda: _load_random_state(loading))
@@ -497,13 +498,18 @@ def _load_schedule(
         scheduler.load_state_dict(schedule)
 
 
-def _load_fp8(loading: _Loading, fp8: Stateful | None) -> None:
+def _of_all_ranks(peers: Peers, own: list[str]) -> list[str]:
+    """Sentences of every rank, the same ones once: pipeline stages know their own layers only."""
+    return list(dict.fromkeys(sentence for part in peers.gather(own) for sentence in part))
+
+
+def _load_fp8(loading: _Loading, fp8: Stateful | None) -> list[str]:
+    """Load FP8 state; returns what is to be said about it."""
     if fp8 is None or loading.weights_only:
-        return
+        return []
     places = fp8_entries.Places.of(loading.cfg, loading.mesh)
     saved = fp8_entries.join(loading.common.get("fp8") or {}, loading.reader, places)
-    for sentence in fp8.load_state_dict(saved) or ():
-        loading.note(sentence)
+    return list(fp8.load_state_dict(saved) or ())
 
 
 def _load_random_state(loading: _Loading) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 from megatron.config import RunConfig
 from megatron.core.errors import PrecisionError, complaint
-from megatron.core.fp8.fallback import Fallback, Limits
-from megatron.core.fp8.recipe import DelayedScaling
-from megatron.core.fp8.stats import StatsCollector
+from megatron.core.fp8.attention import COLUMN_NAMES
+from megatron.core.fp8.fallback import Fallback, Figures, Limits
+from megatron.core.fp8.recipe import DelayedScaling, Role
+from megatron.core.fp8.stats import RoleStats, StatsCollector
 from megatron.observe.bus import Bus
 from megatron.observe.events import PrecisionChange
 from megatron.training import precision
@@ -19,7 +20,8 @@ from megatron.training.progress import Progress
 from megatron.training.providers import Parts
 from megatron.training.step import StepOutcome
 
-_FIRST_SCALE = 1.0  # of delayed scaling
+_FIRST_SCALE = 1.0  # of delayed scaling: it says nothing about the tensor
+_OF_ATTENTION = frozenset(COLUMN_NAMES.values())
 
 
 def unit_of(path: str) -> str:
@@ -50,7 +52,7 @@ class AutoFallback:
         self._cfg, self._runtime, self._parts = cfg, runtime, parts
         self._progress, self._bus = progress, bus
         self._stats = _collector(runtime, parts)
-        delayed = isinstance(parts.fp8.recipe, DelayedScaling)
+        self._is_delayed: dict[str, bool] = {}
         self._logic = Fallback(
             Limits(
                 amax_ratio=cfg.fp8_auto_fallback_amax_ratio,
@@ -59,7 +61,6 @@ class AutoFallback:
                 grad_norm_ratio=cfg.fp8_auto_fallback_grad_norm_ratio,
                 patience=cfg.fp8_auto_fallback_patience,
                 probe_interval=cfg.fp8_auto_fallback_probe_interval,
-                unset_scale=_FIRST_SCALE if delayed else 0.0,
             )
         )
 
@@ -77,7 +78,7 @@ class AutoFallback:
             norm = None  # part of the search for a loss scale
         figures = None
         if outcome.update.success and self._stats.latest_iteration == iteration:
-            figures = self._stats.grouped(unit_of)
+            figures = self._figures()
         changes = self._logic.step(iteration, norm, figures)
         if changes:
             self._apply()
@@ -87,6 +88,22 @@ class AutoFallback:
             table = precision.of_all_stages(rows, self._runtime.mesh.pp)
             self._bus.emit(precision.summarize(table, changed=True))
         self._request()
+
+    def _figures(self) -> Figures:
+        """The step's figures by unit, without those of scales that were never set.
+
+        Nor are there those of attention, which is not switched.
+        """
+        told: dict[str, Mapping[Role, RoleStats]] = {}
+        for unit, roles in self._stats.grouped(unit_of).items():
+            if unit.rpartition(".")[2] in _OF_ATTENTION:
+                continue
+            if unit not in self._is_delayed:
+                recipe = self._parts.fp8.policy.decide(unit).recipe
+                self._is_delayed[unit] = isinstance(recipe, DelayedScaling)
+            unset = _FIRST_SCALE if self._is_delayed[unit] else None
+            told[unit] = {role: one for role, one in roles.items() if one.scale != unset}
+        return told
 
     def _apply(self) -> None:
         fallen = self._logic.fallen

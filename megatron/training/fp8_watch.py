@@ -74,12 +74,10 @@ class Fp8Watch:
         stats = self._stats
         if stats is None or not stats.due:
             return
-        for book, axis in (
-            (self._fp8.book, self._mesh.amax),
-            (self._fp8.expert_book, self._mesh.expert_amax),
-        ):
-            if book is not None:
-                check_agreement(book, axis, self._mesh.label())
+        for book in self._fp8.books:
+            is_expert = book is self._fp8.expert_book
+            axis = self._mesh.expert_amax if is_expert else self._mesh.amax
+            check_agreement(book, axis, self._mesh.label())
         iteration = stats.latest_iteration
         figures = dict(sorted(stats.figures.items(), key=lambda item: _layer_number(item[0])))
         self._emit(Fp8Stats(iteration, _figures(stats)))

@@ -70,9 +70,9 @@ def padding_note(cfg: RunConfig, fp8: Fp8State, backend: str) -> str:
 
     Emulated products take any size as it is. Transformer Engine refuses other sizes.
     """
-    if backend != "native" or fp8.recipe is None:
+    if backend != "native" or not fp8.hardware:
         return ""
-    return padding(cfg) if fp8.hardware and fp8.recipe.has_hardware_gemm else ""
+    return padding(cfg) if any(recipe.has_hardware_gemm for recipe in fp8.policy.recipes) else ""
 
 
 def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:

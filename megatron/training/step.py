@@ -14,6 +14,7 @@ from megatron.core.comm_log import LOSS
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.source import Source
 from megatron.core.distributed.finalize import finalize_gradients
+from megatron.core.fp8 import watched
 from megatron.core.mesh import Axis
 from megatron.core.optimizer import StepResult
 from megatron.core.paper import numbers
@@ -201,6 +202,7 @@ class TrainStep:
             consumed_samples: Samples read before it; the data depend on it.
         """
         self.iteration = iteration
+        self.parts.fp8.begin(iteration)
         self._sums.zero_()
         self._batches.start(consumed_samples)
         self.parts.ddp.zero_grad_buffer()
@@ -214,7 +216,7 @@ class TrainStep:
             self._moe.start(tokens, self.parts.optimizer.backward_scale)
         self._runner.run(self._actions)
         if stats is not None:
-            stats.end_step(self.parts.fp8.layers)
+            stats.end_step(watched.layers(self.parts.fp8))
         skip = self._skip_non_finite and not math.isfinite(self._loss)
         update = self.parts.optimizer.step(self._grad_norm, skip=skip)
         if update.success:

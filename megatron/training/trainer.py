@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron.config import RunConfig
 from megatron.core.datasets.source import Source
 from megatron.core.errors import TrainingError, complaint
+from megatron.core.fp8 import PrecisionRow
 from megatron.core.mesh import MeshSizes
 from megatron.observe.bus import Bus
 from megatron.observe.events import (
@@ -159,6 +160,7 @@ class Trainer:
                 self.last_checkpoint = self._last_good_checkpoint = str(cfg.load)
                 if cfg.save and Path(cfg.save).resolve() in _folder_and_parent(cfg.load):
                     self._saved_at = self.progress.iteration
+        self.parts.fp8.begin(self.progress.iteration)
         self._describe()
         self._stamp("after model, optimizer, and learning rate scheduler are built")
         sources = setup_sources(cfg, self._tokenizer, runtime)
@@ -189,13 +191,28 @@ class Trainer:
             f"Theoretical memory footprints: weight and optimizer={weights:.2f} MB, "
             f"activation={activations:.2f} MB, total={weights + activations:.2f} MB"
         )
-        rows = precision.of_all_stages(parts.model.named_precision_rows(), self.mesh.pp)
-        self.bus.emit(precision.summarize(rows))
+        rows = self._show_precision()
+        if parts.fp8.is_warming_up:
+            count = cfg.fp8_warmup_iters
+            self._say(f"FP8 starts at iteration {count + 1} (--fp8-warmup-iters {count})")
         padded = precision.padding_note(cfg, parts.fp8, self._runtime.backend.name)
         if padded:
             self._say(padded)
         if not cfg.fp8_allow_fallback:
             precision.refuse_fallback(rows)
+
+    def _show_precision(self) -> list[PrecisionRow]:
+        """Show and return the precision of every layer of the model."""
+        rows = precision.of_all_stages(self.parts.model.named_precision_rows(), self.mesh.pp)
+        self.bus.emit(precision.summarize(rows))
+        return rows
+
+    def _switch_fp8(self, iteration: int) -> None:
+        """At the end of ``--fp8-warmup-iters`` switch FP8 on, and show what runs from here on."""
+        if self.parts.fp8.begin(iteration):
+            with self.bus.paused():
+                self._say(f"FP8 starts: iteration {iteration} is the first one with it")
+                self._show_precision()
 
     def _describe_data(self, sources: Sources) -> None:
         lines = [" > datasets target sizes (minimum size):"]
@@ -239,6 +256,7 @@ class Trainer:
                 f"--train-iters is {cfg.train_iters}"
             )
         while progress.iteration < cfg.train_iters:
+            self._switch_fp8(progress.iteration + 1)
             samples = progress.next_samples(available, cfg.global_batch_size)
             outcome = self._step.run(progress.iteration + 1, samples)
             self._account(outcome)

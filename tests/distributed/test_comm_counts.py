@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from parity import BASE, SyntheticSource
 
 from megatron.config import make_config
 from megatron.core.comm_log import CommLog
-from megatron.training.communication import table
+from megatron.training.communication import savings, table
 from megatron.training.dry_run import communication
 from megatron.training.initialize import Launch, start
 from megatron.training.providers import setup_model
@@ -26,6 +27,7 @@ EXPERTS = {
 }  # fmt: skip
 EP2 = {**EXPERTS, "expert_model_parallel_size": 2}
 A2A = {**EP2, "moe_token_dispatcher_type": "alltoall"}
+SENT_IN_FP8 = {"moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "blockwise"}
 FP8 = {"fp8_format": "hybrid", "bf16": True, "seq_length": 32, "max_position_embeddings": 32}
 ON_TWO = {
     "tp2 without sp": {"tensor_model_parallel_size": 2},
@@ -50,6 +52,8 @@ ON_TWO = {
         "recompute_num_layers": 1,
     },
     "ep2 allgather": {**EP2, **FP8},
+    "ep2 allgather sent in fp8": {**EP2, **FP8, **SENT_IN_FP8},
+    "ep2 alltoall sent in fp8": {**A2A, **FP8, **SENT_IN_FP8},
     "ep2 alltoall": {**A2A, "moe_shared_expert_intermediate_size": 32},
     "ep2 z loss": {**A2A, **ZERO, "moe_z_loss_coeff": 0.01, "moe_router_dtype": "fp64"},
     "tp2 sp bf16": {**TP2, **FP8, "fp8_format": None},
@@ -89,7 +93,10 @@ def config(fields, world_size):
 def without_sizes(rows):
     """Rows to compare; how much an exchange of tokens moves depends on where they want to go."""
     return [
-        replace(r, payload_bytes=0, sent_bytes=0) if r.axis in ("ep", "etp") else r for r in rows
+        replace(r, payload_bytes=0, sent_bytes=0, plain_bytes=0, scale_bytes=0)
+        if r.axis in ("ep", "etp")
+        else r
+        for r in rows
     ]
 
 
@@ -168,6 +175,46 @@ def test_a_gathered_sequence_travels_as_one_byte_an_element(real):
     tokens, layers = cfg.seq_length * cfg.global_batch_size, 2
     gathers = 2 * 2 + 2  # inputs forward and backward, output gradients
     assert bf16 - fp8 == tokens * cfg.hidden_size * layers * gathers
+
+
+def sums(rows, what):
+    """Bytes by part, kind and axis."""
+    found = Counter()
+    for row in rows:
+        found[row.part, row.kind, row.axis] += getattr(row, what)
+    return +found
+
+
+@pytest.mark.parametrize(
+    ("fp8", "without"),
+    [
+        ("tp2 sp delayed", "tp2 sp bf16"),
+        ("tp2 sp tensorwise", "tp2 sp bf16"),
+        ("tp2 sp mxfp8", "tp2 sp bf16"),
+        ("tp2 overlapped blockwise", "tp2 sp bf16"),
+        ("ep2 allgather sent in fp8", "ep2 allgather"),
+    ],
+)
+def test_the_log_knows_what_would_be_sent_without_fp8(real, fp8, without):
+    for ours, theirs in zip(real[fp8], real[without], strict=True):
+        expected = sums((r for r in theirs if r.part != "amax"), "sent_bytes")
+        assert sums(ours, "plain_bytes") == expected
+        assert sums(ours, "sent_bytes") != expected
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_tokens_in_fp8_are_half_the_bytes_and_their_scales(real, dispatcher):
+    """Of rows of 32 elements: a scale each with mxfp8 and with blockwise."""
+    axis, kind = ("etp-ep", "all_gather") if dispatcher == "allgather" else ("ep", "all_to_all")
+    for rows in real[f"ep2 {dispatcher} sent in fp8"]:
+        packed = [r for r in rows if r.axis == axis and r.kind == kind and r.scale_bytes]
+        assert {r.part for r in packed} == {"forward", "backward"}
+        for row in packed:
+            # Beside them, router weights and results travel as they are.
+            as_it_is = row.sent_bytes - 33 * row.scale_bytes
+            assert row.plain_bytes == 64 * row.scale_bytes + as_it_is
+            assert as_it_is >= 0
+        assert sum(one.saved_bytes for one in savings(rows)) > 0
 
 
 def test_what_a_tensor_parallel_layer_sends(real):

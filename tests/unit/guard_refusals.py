@@ -59,6 +59,17 @@ GUARDS_REFUSED = [
     ),
     (
         1,
+        {
+            **FP8,
+            **ROLLBACK,
+            "fp8_spike_rollback_precision": "bf16",
+            "fp8_dot_product_attention": True,
+        },
+        "--fp8-spike-rollback-precision",
+        ["FP8 attention", "precision same"],
+    ),
+    (
+        1,
         {**TE_FP8, **ROLLBACK, "fp8_spike_rollback_precision": "bf16"},
         "--fp8-spike-rollback-precision",
         ["transformer_engine and delayed", "another --fp8-recipe"],

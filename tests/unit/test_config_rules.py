@@ -21,6 +21,7 @@ PARTS = (
     "tp_comm_bulk_dgrad",
     "tp_comm_bulk_wgrad",
 )
+ATTENTION = {"fp8_dot_product_attention": True}
 TE_FP8 = {**FP8, "transformer_impl": "transformer_engine"}
 DATA = {"data_path": ["a"], "tokenizer_type": "NullTokenizer", "vocab_size": 9}
 
@@ -88,10 +89,34 @@ REFUSED = [
         ["1, 2 and 2"],
     ),
     ({**FP8, "fp8_amax_history_len": 0}, "--fp8-amax-history-len", ["at least 1"]),
+    ({"fp8_warmup_iters": 5}, "--fp8-warmup-iters", ["no --fp8-format"]),
+    (
+        {**FP8, "fp8_warmup_iters": 10, "train_iters": 10},
+        "--fp8-warmup-iters",
+        ["10 and 10", "after the last iteration"],
+    ),
+    ({**FP8, "fp8_policy": "missing.yaml"}, "--fp8-policy", ["got missing.yaml", "Check the path"]),
+    ({**FP8, "fp8_policy": "rules:\n"}, "--fp8-policy", ["list of rules"]),
     (
         {**FP8, "fp8_recipe": "blockwise", "fp8_margin": 1},
         "--fp8-margin",
         ["The recipe blockwise", "keeps no history"],
+    ),
+    (ATTENTION, "--fp8-dot-product-attention", ["no --fp8-format", "Add --fp8-format hybrid"]),
+    (
+        {**FP8, "fp8_dpa_bwd": False, "fp8_cp_exchange": False},
+        "--no-fp8-dpa-bwd",
+        ["--no-fp8-cp-exchange", "Add --fp8-dot-product-attention"],
+    ),
+    (
+        {**FP8, **ATTENTION, "fp8_recipe": "blockwise"},
+        "--fp8-dot-product-attention",
+        ["got blockwise", "a scale for each block", "Use --fp8-recipe delayed or tensorwise"],
+    ),
+    (
+        {"fp8_format": "e4m3", **ATTENTION, "fp8_recipe": "mxfp8"},
+        "--fp8-dot-product-attention",
+        ["got mxfp8", "compute capability 10 only"],
     ),
     (
         {**TE_FP8, "hidden_size": 72, "kv_channels": 16, "ffn_hidden_size": 256},
@@ -332,6 +357,12 @@ REFUSED_ON_A_MESH = [
         ["2 2 and 1", "at least 4 ranks"],
     ),
     (3, CP2, "--tensor-model-parallel-size", ["1, 1 and 2 on 3 processes"]),
+    (
+        2,
+        {**CP2, **FP8, **ATTENTION, "fp8_amax_reduction": "tp"},
+        "--fp8-amax-reduction",
+        ["tp with --context-parallel-size 2", "one scale", "tp-cp or tp-cp-dp"],
+    ),
     (2, {**CP2, "seq_length": 30}, "--seq-length", ["30 and 2", "two of 4", "28 or 32"]),
     (
         12,
@@ -571,6 +602,15 @@ ACCEPTED = [
     {**FP8, "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
     {**FP8, "fp8_recipe": "tensorwise", "first_last_layers_bf16": True},
     {**FP8, "first_last_layers_bf16": True, "bf16": True},  # with delayed scaling too
+    {**FP8, "fp8_warmup_iters": 9, "train_iters": 10},
+    {  # a history for the layers that have one
+        **FP8,
+        "fp8_recipe": "mxfp8",
+        "fp8_amax_history_len": 4,
+        "fp8_policy": "rules:\n- {layers: 0, recipe: delayed}\n",
+    },
+    {**FP8, **ATTENTION, "fp8_dpa_bwd": False, "bf16": True},
+    {**FP8, **ATTENTION, "fp8_recipe": "tensorwise", "recompute_granularity": "selective"},
     {**FP8},  # float32 parameters
     {**FP8, "fp16": True},
     {**FP8, "fp8_recipe": "blockwise"},
@@ -734,6 +774,8 @@ def test_rules_are_listed_by_subject():
     modules = [one.__module__.rpartition("_")[2] for one in RULES]
     assert list(dict.fromkeys(modules)) == [
         "model",
+        "fp8",
+        "attention",
         "guards",
         "moe",
         "parallel",

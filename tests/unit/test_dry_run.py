@@ -396,7 +396,7 @@ class TestLiveMemory:
 
 class TestTheTable:
     def test_aligned_and_readable(self):
-        rows = [Row("forward", "all_reduce", "tp", 8, 12, 3 << 20, 5 << 19)]
+        rows = [Row("forward", "all_reduce", "tp", 8, 12, 3 << 20, 5 << 19, 5 << 19, 0)]
         assert lines(rows)[1] == "forward  all_reduce  tp        8     12  3.00 MiB        2.50 MiB"
         assert lines([]) == ["nothing is sent: there is one rank"]
         assert [readable(n) for n in (0, 1023, 1024, 3 << 30)] == [

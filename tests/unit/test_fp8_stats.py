@@ -170,7 +170,7 @@ def test_a_layer_that_nobody_knew_of_is_named():
     stats.begin_step(1)
     stats.note("late", Role.INPUT, x, quantized(x, 1.0))
     with pytest.raises(PrecisionError, match="FP8 statistics: got late"):
-        stats.end_step(["early"])
+        stats.end_step({"early": Fp8State(Fp8Policy()).for_linear("early")})
 
 
 # -- in a training step ---------------------------------------------------------------------------
@@ -199,6 +199,34 @@ def test_measuring_changes_nothing_and_recomputation_counts_nothing_twice():
     )  # fmt: skip
     assert again == losses
     assert recomputed.figures == stats.figures
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_tensors_inside_attention_have_figures_of_their_own(recipe):
+    fields = {"fp8_recipe": recipe, "fp8_dot_product_attention": True, "fp8_stats_interval": 1}
+    _, stats = trained(**fields)
+    assert stats.uncast == ()
+    path = "decoder.layers.0.self_attention.core_attention"
+    qkv, do = stats.latest(f"{path}.qkv")[Role.INPUT], stats.latest(f"{path}.do")
+    assert qkv.casts % 3 == 0
+    assert 20 < qkv.snr_db < 40
+    assert do[Role.GRAD_OUTPUT].elements > 0
+    # Probabilities exist in pieces only: magnitude and scale are known.
+    softmax = stats.latest(f"{path}.s")[Role.INPUT]
+    assert (softmax.elements, softmax.casts) == (0, 0)
+    assert 0 < softmax.amax <= 1
+    assert (f"{path}.o" in stats.figures) == (recipe == "delayed")
+
+
+def test_products_that_a_policy_keeps_in_high_precision_cast_less():
+    policy = "rules:\n  - {module: '*linear_fc1', fprop: bf16, dgrad: bf16}\n"
+    found = {}
+    for recipe in ("tensorwise", "blockwise"):
+        fields = {"fp8_recipe": recipe, "fp8_format": "e4m3", "fp8_policy": policy}
+        _, stats = trained(**fields, fp8_stats_interval=1)
+        assert stats.uncast == ()
+        found[recipe] = set(stats.latest("decoder.layers.0.mlp.linear_fc1"))
+    assert list(found.values()) == [{Role.INPUT, Role.GRAD_OUTPUT}] * 2
 
 
 def test_without_fp8_there_is_nothing_to_measure():

@@ -42,7 +42,6 @@ class Limits:
             how many looks in a row without any end a probation; how many spikes of the gradient
             norm make the worst unit fall back.
         probe_interval: Steps until the first probation of a unit.
-        unset_scale: Scale that says nothing, because delayed scaling starts with it; 0 for none.
     """
 
     amax_ratio: float
@@ -51,7 +50,6 @@ class Limits:
     grad_norm_ratio: float
     patience: int
     probe_interval: int
-    unset_scale: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ class Fallback:
     def _troubles(self, unit: _Unit, roles: Mapping[Role, RoleStats]) -> Iterator[_Trouble]:
         limits = self._limits
         for role, stats in roles.items():
-            if stats.scale == limits.unset_scale or stats.amax == 0.0:
+            if stats.amax == 0.0:
                 continue
             for rule, share, limit in (
                 ("saturation", stats.saturated, limits.saturation),

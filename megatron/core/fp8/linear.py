@@ -2,7 +2,8 @@
 
 Three products: `y = nt(x, w)`, `dx = nt(dy, w^T)`, `dw = nt(dy^T, x^T)`. In FP8 each operand is
 quantized once: the input and the weight in the forward, the output gradient in the backward. The
-bias gradient sums the output gradient as it arrived.
+bias gradient sums the output gradient as it arrived. Each product may be in high precision instead
+(`Decision.runs`); an operand is then quantized for the others only.
 
 Weight gradients accumulate into `weight.main_grad` where a parameter has that attribute.
 """
@@ -198,22 +199,16 @@ class _Fp8Linear(torch.autograd.Function):
         later: WeightGradQueue | None,
     ) -> torch.Tensor:
         local = _flat(x)
-        quantized = precision.rowwise(Role.INPUT, local, axis=sharding.gather)
-        weight_row, weight_col = precision.quantize_weight(weight, hint)
+        rows, saved_x = input_operands(local, weight, precision, sharding.gather)
+        weight_row, weight_col = weight_operands(weight, precision, hint)
         emulation = precision.state.emulation
         y = sharding.multiply(
-            quantized, Product(weight_row, weight.dtype, bias, emulation, fast_accum=True)
+            rows, Product(weight_row, weight.dtype, bias, emulation, fast_accum=True)
         )
         ctx.precision, ctx.sharding, ctx.emulation = precision, sharding, emulation
         ctx.after_backward, ctx.later = after_backward, later
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.wgrad_in_fp8 = precision.decision.wgrad
-        saved_x: Operand | None = None
-        if weight.requires_grad:
-            saved_x = local.to(weight.dtype)
-            if ctx.wgrad_in_fp8:
-                quantizer = precision.quantizer(Role.INPUT)
-                saved_x = quantizer.keep(local, quantized, axis=sharding.gather)
         _keep_parameters(ctx, weight, bias)
         _save_operands(ctx, saved_x, weight_col if ctx.needs_input_grad[0] else None)
         return y.view(_output_shape(x, weight.shape[0], sharding))
@@ -240,15 +235,68 @@ class _Fp8Linear(torch.autograd.Function):
         return dx, dw, db, None, None, None, None, None
 
 
+def input_operands(
+    local: torch.Tensor,
+    weight: torch.Tensor,
+    precision: LinearPrecision,
+    axis: Axis | None = None,
+    made: QuantizedTensor | None = None,
+) -> tuple[Operand, Operand | None]:
+    """The input as the forward product takes it, and what the weight's gradient needs of it.
+
+    Args:
+        local: This rank's `[rows, in]`.
+        weight: `[out, in]`.
+        precision: Of the layer.
+        axis: Ranks whose rows are gathered.
+        made: `local` as its quantizer makes it, if it came like that.
+
+    Returns:
+        Each quantized or as it is; the second is None if the weight needs no gradient.
+    """
+    decision, quantizer = precision.decision, precision.quantizer(Role.INPUT)
+    plain = local if decision.fprop and decision.wgrad else local.to(weight.dtype)
+    quantized: QuantizedTensor | None = None
+    if decision.fprop or (decision.wgrad and weight.requires_grad):
+        quantized = precision.rowwise(Role.INPUT, local, axis=axis) if made is None else made
+    rows = quantized if decision.fprop and quantized is not None else plain
+    if not weight.requires_grad:
+        return rows, None
+    if decision.wgrad and quantized is not None:
+        return rows, quantizer.keep(local, quantized, axis=axis)
+    return rows, plain
+
+
+def weight_operands(
+    weight: torch.Tensor, precision: LinearPrecision, hint: bool | None = None
+) -> tuple[Operand, Operand]:
+    """The weight as forward product and input gradient take it: quantized, or as it is.
+
+    Args:
+        weight: `[out, in]`.
+        precision: Of the layer.
+        hint: See `LinearPrecision.quantize_weight`.
+
+    Returns:
+        `[out, in]`, and `[in, out]` if quantized, else the weight itself.
+    """
+    decision = precision.decision
+    if not (decision.fprop or decision.dgrad):
+        return weight, weight
+    row, col = precision.quantize_weight(weight, hint)
+    return row if decision.fprop else weight, col if decision.dgrad else weight
+
+
 def _fp8_input_grad(
-    ctx: Any, dy: torch.Tensor, weight_col: QuantizedTensor | None, soon: bool
+    ctx: Any, dy: torch.Tensor, weight_col: Operand | None, soon: bool
 ) -> tuple[Callable[[], torch.Tensor] | None, Callable[[], Operand]]:
     """Quantize the output's gradient and start on the input's.
 
     Args:
         ctx: Of the backward.
         dy: The output's gradient as autograd hands it over, `[rows, out]`.
-        weight_col: `[in, out]`; None if the input wants no gradient.
+        weight_col: `[in, out]`, or the plain weight, `[out, in]`; None if the input wants no
+            gradient.
         soon: Whether the weight's gradient follows at once.
 
     Returns:
@@ -256,6 +304,8 @@ def _fp8_input_grad(
         one cast serves both.
     """
     sharding, precision = ctx.sharding, ctx.precision
+    if isinstance(weight_col, torch.Tensor):
+        return _plain_input_grad(ctx, dy, weight_col, soon)
     plain: torch.Tensor | None = None
     one_cast = ctx.wgrad_in_fp8 and precision.quantizer(Role.GRAD_OUTPUT).transposable
     if ctx.needs_input_grad[1] and not one_cast:
@@ -266,7 +316,7 @@ def _fp8_input_grad(
         if plain is not None or not ctx.needs_input_grad[1]:
             return None, lambda: dy if plain is None else plain
         rows = precision.rowwise(Role.GRAD_OUTPUT, dy, axis=sharding.scatter)
-        return None, partial(_all_rows, rows, sharding.scatter)
+        return None, partial(_all_rows, rows, sharding.scatter, ctx.weight.dtype.itemsize)
     whole = dy if plain is None else plain
     rows = precision.rowwise(Role.GRAD_OUTPUT, whole, axis=sharding.scatter)
     if sharding.scatter is None and soon:
@@ -274,6 +324,18 @@ def _fp8_input_grad(
     product = Product(weight_col, ctx.weight.dtype, emulation=ctx.emulation)
     finish_dx, fetch_dy = sharding.input_grad(rows, product)
     return finish_dx, fetch_dy if plain is None else lambda: plain
+
+
+def _plain_input_grad(
+    ctx: Any, dy: torch.Tensor, weight: torch.Tensor, soon: bool
+) -> tuple[Callable[[], torch.Tensor], Callable[[], Operand]]:
+    """As `_fp8_input_grad`, for an input gradient in high precision."""
+    rows = ready(dy) if ctx.sharding.scatter is None and soon and not ctx.wgrad_in_fp8 else dy
+    finish_dx, fetch_dy = ctx.sharding.input_grad(rows, Product(weight.t(), weight.dtype))
+    if not ctx.wgrad_in_fp8:
+        return finish_dx, fetch_dy
+    # Transfers widen what they multiply; the cast sees the gradient as autograd made it.
+    return finish_dx, lambda: tensor_of(fetch_dy()).to(dy.dtype)
 
 
 def _weight_grad_of(
@@ -289,7 +351,7 @@ def _fp8_weight_grad_of(
     precision: LinearPrecision,
 ) -> torch.Tensor | None:
     """Of quantized operands."""
-    dy_col = precision.quantizer(Role.GRAD_OUTPUT).column(fetch_dy())
+    dy_col = precision.column(Role.GRAD_OUTPUT, fetch_dy())
     x_col = precision.quantizer(Role.INPUT).column(fetch_x())
     return weight_grad(dy_col, x_col, weight, precision.state.emulation)
 
@@ -329,12 +391,12 @@ def _start_gather(ctx: Any, x: Operand, queue: WeightGradQueue | None) -> Callab
     if sharding.gather is None or not ctx.needs_input_grad[1]:
         return lambda: x
     if queue is not None:
-        return partial(gather_rows, x, sharding.gather)
-    return sharding.transfers.start_gather(x, sharding.gather)
+        return partial(gather_rows, x, sharding.gather, ctx.weight.dtype.itemsize)
+    return sharding.transfers.start_gather(x, sharding.gather, ctx.weight.dtype.itemsize)
 
 
-def _all_rows(rows: Operand, axis: Axis | None) -> Operand:
-    return rows if axis is None else gather_rows(rows, axis)
+def _all_rows(rows: Operand, axis: Axis | None, itemsize: int = 2) -> Operand:
+    return rows if axis is None else gather_rows(rows, axis, itemsize)
 
 
 def _keep_parameters(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -345,7 +407,7 @@ def _keep_parameters(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None) 
     ctx.weight, ctx.bias = weight, bias
 
 
-def _save_operands(ctx: Any, x: Operand | None, weight_col: QuantizedTensor | None) -> None:
+def _save_operands(ctx: Any, x: Operand | None, weight_col: Operand | None) -> None:
     """Keep operands where activation recomputation can drop them: among the saved tensors."""
     ctx.x_like = ctx.weight_like = None
     x_data = x_inv = col_data = col_inv = None
@@ -353,9 +415,11 @@ def _save_operands(ctx: Any, x: Operand | None, weight_col: QuantizedTensor | No
         x_data, x_inv, ctx.x_like = x.data, x.scale_inv, x.form
     elif x is not None:
         x_data = x
-    if weight_col is not None:
+    if isinstance(weight_col, QuantizedTensor):
         col_data, col_inv = weight_col.data, weight_col.scale_inv
         ctx.weight_like = weight_col.form
+    elif weight_col is not None:
+        col_data = weight_col
     ctx.save_for_backward(x_data, x_inv, col_data, col_inv)
 
 

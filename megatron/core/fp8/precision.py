@@ -10,7 +10,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from megatron.core.fp8.amax import GroupView, Slots
-from megatron.core.fp8.gemm import kernel_name
+from megatron.core.fp8.gemm import Operand, kernel_name
 from megatron.core.fp8.policy import Decision
 from megatron.core.fp8.quantizers import (
     BlockQuantizer,
@@ -182,6 +182,13 @@ class LinearPrecision:
         self._note(role, x, made)
         return made
 
+    def column(self, role: Role, kept: Operand) -> QuantizedTensor:
+        """As `Quantizer.column`; the collector takes note where it is the tensor's only cast."""
+        made = self._quantizers[role].column(kept)
+        if isinstance(kept, torch.Tensor) and not self.decision.dgrad:
+            self._note(role, kept.t(), made)
+        return made
+
     def _note(self, role: Role, x: torch.Tensor, made: QuantizedTensor) -> None:
         if self.state.stats is not None and self.state.recording:
             self.state.stats.note(self.path, role, x, made)
@@ -234,16 +241,16 @@ class LinearPrecision:
     def row(self, gemm: str = "fprop") -> PrecisionRow:
         """The line of one matrix product."""
         decision, plain = self.decision, dtype_name(self.state.params_dtype)
-        in_fp8 = decision.recipe is not None and (gemm != "wgrad" or decision.wgrad)
-        if not in_fp8 or decision.recipe is None:
-            reason = decision.reason or decision.wgrad_reason
+        if decision.recipe is None or not decision.runs(gemm):
+            reason = decision.why(gemm)
             return PrecisionRow(self.path, gemm, plain, plain, f"{plain} GEMM", reason)
         first, second = (decision.recipe.format_of(role) for role in _OPERANDS[gemm])
         name = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
         if not self.active:
-            reason = self.held_back or "FP8 is switched off at this step"
+            planned = self.held_back or self._warmup()
+            reason = planned or "FP8 is switched off at this step"
             return PrecisionRow(
-                self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(self.held_back)
+                self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(planned)
             )
         kernel = kernel_name(
             first,
@@ -253,10 +260,18 @@ class LinearPrecision:
             device=self.state.device,
             exact_in_bf16=decision.recipe.exact_in_bf16,
         )
-        reason = ""
+        reasons = [decision.rule] if decision.rule else []
         if self.state.hardware and not decision.recipe.has_hardware_gemm:
-            reason = "block scales have no hardware product in this release"
-        return PrecisionRow(self.path, gemm, name, name, kernel, reason)
+            reasons.append("block scales have no hardware product in this release")
+        return PrecisionRow(self.path, gemm, name, name, kernel, "; ".join(reasons))
+
+    def _warmup(self) -> str:
+        """Why the layer waits for FP8; empty if it does not."""
+        count = self.state.warmup_iters
+        if not self.state.is_warming_up:
+            return ""
+        rule = f"; {self.decision.rule}" if self.decision.rule else ""
+        return f"in FP8 from iteration {count + 1} (--fp8-warmup-iters {count}){rule}"
 
 
 def group_rows(experts: Sequence[LinearPrecision], path: str) -> list[PrecisionRow]:

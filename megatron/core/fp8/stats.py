@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -20,7 +20,7 @@ import torch
 from megatron.core.comm_log import CONTROL
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import kernels
-from megatron.core.fp8.amax import AmaxBook, Slots
+from megatron.core.fp8.amax import Slot
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
@@ -82,13 +82,16 @@ class Tally:
 
 
 def measure(x: torch.Tensor, made: QuantizedTensor, samples: int = 0) -> Tally:
-    """Compare a cast with what it was made from. Does not wait for a device.
+    """Compare a cast with what it was made from. Does not wait for an accelerator.
 
     Args:
-        x: `[rows, cols]`, any float type.
+        x: `[rows, cols]`, any float type. Any shape if it has one scale.
         made: The same, quantized.
         samples: About how many elements to compare, evenly spread; 0 for all.
     """
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+        made = replace(made, data=made.data.reshape(x.shape))
     amax, nonfinite = _amax_and_nonfinite(x)
     values, quantized, limit = _sample(x, made, samples)
     finite = torch.isfinite(values)
@@ -139,7 +142,7 @@ def _sample(
     if made.block is not None:
         inverse = inverse[row // made.block[0], col // made.block[1]].unsqueeze(0)
     block = None if made.block is None else (1, 1)
-    few = QuantizedTensor(taken.unsqueeze(0), inverse, made.fmt, block, *made.form[2:])
+    few = replace(made, data=taken.unsqueeze(0), scale_inv=inverse, block=block)
     limit = few.expanded_scale_inv().double() * made.fmt.max
     return x[row, col].double().unsqueeze(0), few.dequantize().double(), limit
 
@@ -263,22 +266,25 @@ class StatsCollector:
             self._tallies[key] = tally if before is None else before.plus(tally)
 
     @torch.no_grad()
-    def note_book(self, book: AmaxBook) -> None:
+    def note_slots(self, slots: Iterable[tuple[str, Role, Slot]]) -> None:
         """Take note of staged magnitudes and their scales, where no cast was seen.
 
-        Those are of layers of a library that casts by itself.
+        Those are of layers of a library that casts by itself, and of tensors that are never whole.
+
+        Args:
+            slots: Path and role of each, with its column.
         """
         if not self.due:
             return
-        staged = book.history[0].double().nan_to_num(nan=0.0, posinf=math.inf)
-        inverse = torch.where(staged > 0, book.scale.double().reciprocal(), 0.0)
-        none = torch.zeros(len(_SUMS), dtype=torch.float64, device=staged.device)
-        for path in book.paths():
-            for role in Role:
-                if (path, role) not in self._tallies:
-                    index = Slots(book, path).of(role).index()
-                    highest = torch.stack([staged[index], inverse[index]])
-                    self._tallies[path, role] = Tally(highest, none)
+        none: torch.Tensor | None = None
+        for path, role, slot in slots:
+            if (path, role) not in self._tallies:
+                index = slot.index()
+                staged = slot.book.history[0, index].double().nan_to_num(nan=0.0, posinf=math.inf)
+                inverse = torch.where(staged > 0, slot.book.scale[index].double().reciprocal(), 0.0)
+                if none is None:
+                    none = staged.new_zeros(len(_SUMS))
+                self._tallies[path, role] = Tally(torch.stack([staged, inverse]), none)
 
     def end_step(self, layers: Mapping[str, Watched]) -> None:
         """Combine what all ranks have seen. Collective on a step that is due.

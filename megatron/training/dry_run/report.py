@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from megatron.config import RunConfig
 from megatron.core.mesh import MeshSizes
 from megatron.core.pipeline_parallel.simulate import simulate
-from megatron.training.communication import aligned, lines, readable, sent_bytes
+from megatron.training.communication import (
+    aligned,
+    lines,
+    readable,
+    saving_lines,
+    sent_bytes,
+)
 from megatron.training.dry_run.checks import Stored
 from megatron.training.dry_run.ranks import RankClass, World, spans
 
@@ -118,5 +124,5 @@ def communication_lines(classes: Sequence[RankClass]) -> list[str]:
         where = spans(sorted(n for one in group for n in one.pipeline_ranks))
         total = readable(sent_bytes(rows))
         text.append(f"communication of a step, ranks of pipeline rank {where}: {total} sent")
-        text += [f"  {line}" for line in lines(rows)]
+        text += [f"  {line}" for line in (*lines(rows), *saving_lines(rows))]
     return text

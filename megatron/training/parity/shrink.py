@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config import RunConfig, make_config
-from megatron.config.draft import DEFAULT_VOCAB_SIZE
+from megatron.config import RunConfig, fp8_policy, make_config
+from megatron.config.draft import DEFAULT_VOCAB_SIZE, Draft, derive
 from megatron.config.moe import moe_layers
 from megatron.config.schema import SPECS
 from megatron.training.parity.layouts import BY_HAND, PIPELINE_ONLY, Layout
@@ -46,6 +46,7 @@ _NEUTRAL: tuple[tuple[str, Any, str], ...] = (
         "tp-cp-dp",
         "scales that ranks do not share depend on how many there are",
     ),
+    ("fp8_warmup_iters", 0, "the comparison has a few steps"),
     ("optimizer", "sgd", "Adam hides errors of scale"),
     ("sgd_momentum", 0.0, "plain gradient descent shows errors of scale"),
     ("clip_grad", 0.0, "clipping hides errors of scale"),
@@ -77,7 +78,8 @@ class Change:
     why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} {self.before} -> {self.after}"
+        before, after = (" ".join(str(value).split()) for value in (self.before, self.after))
+        return f"{self.name} {before} -> {after}"
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,7 @@ def shrink(cfg: RunConfig, model: Model, layouts: Sequence[Layout]) -> Model:
         sizes["recompute_num_layers"] = min(cfg.recompute_num_layers, stage)
     fields = {k: v for k, v in model.fields.items() if k != "ddp_bucket_size"}
     fields["ddp_num_buckets"] = 3  # one bucket would hold all of a small model
+    sizes |= _policy(cfg, fields | sizes)
     changes = [Change(name, getattr(cfg, name), value) for name, value in sizes.items()]
     return Model(fields, model.changes).with_changes(changes)
 
@@ -312,6 +315,15 @@ def _fp8_sizes(cfg: RunConfig) -> dict[str, Any]:
     return {name: min(1, getattr(cfg, name)) for name in names}
 
 
+def _policy(cfg: RunConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The rules of `--fp8-policy` for a model with these settings."""
+    if cfg.fp8_policy is None or fields["num_layers"] == cfg.num_layers:
+        return {}
+    small = Draft(fields, 1)
+    derive(small)
+    return {"fp8_policy": fp8_policy.scaled(cfg, small)}
+
+
 def sampled(values: Sequence[Any], count: int) -> list[Any]:
     """Return `count` of the values, evenly spread; each kind of value is there if it can be."""
     chosen = [values[i * len(values) // count] for i in range(count)]
@@ -340,7 +352,7 @@ def in_fp32(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in fields.items()
-        if name not in _PRECISION and SPECS[name].section != "fp8"
+        if name not in _PRECISION and not SPECS[name].section.startswith("fp8")
     }
 
 
@@ -374,6 +386,7 @@ def fits(cfg: RunConfig, model: Model, layout: Layout) -> None:
     drop = PIPELINE_ONLY if layers != cfg.num_layers else ()
     fields = {k: v for k, v in fields.items() if k not in drop}
     fields |= {"num_layers": layers} | _per_layer_sizes(cfg, layers)
+    fields |= _policy(cfg, fields)
     make_config(layout.ranks, **layout.settings(fields))
 
 

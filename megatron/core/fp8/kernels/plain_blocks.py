@@ -118,4 +118,4 @@ def fold(data: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int]) ->
     rows, cols = data.shape
     v = as_blocks(data, block) * scale_inv[:, None, :, None]
     _cut(v)
-    return v.view(v.shape[0] * v.shape[1], -1)[:rows, :cols].to(torch.bfloat16)
+    return v.flatten(2).flatten(0, 1)[:rows, :cols].to(torch.bfloat16)
