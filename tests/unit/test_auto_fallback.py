@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron.config import make_config
+from megatron.core.errors import PrecisionError
 from megatron.core.fp8.fallback import FALLEN, FP8, PROBATION
 from megatron.core.fp8.recipe import Role
-from megatron.observe.events import Message, PrecisionChange, PrecisionTable, Rollback
+from megatron.observe.events import (
+    Fp8Stats,
+    Message,
+    PrecisionChange,
+    PrecisionTable,
+    Rollback,
+)
 from megatron.observe.lines import change_line, precision_table
-from tests.spikes import BATCH, LOUD, LOUD_LAYER, Loud, Samples, alternating, different, run, state
+from megatron.training.fp8_watch import collector
+from megatron.training.guards import Guards
+from megatron.training.initialize import Launch, start
+from megatron.training.progress import Progress
+from megatron.training.providers import setup_model
+from tests.spikes import (
+    BATCH,
+    LOUD,
+    LOUD_LAYER,
+    RUN,
+    Loud,
+    Samples,
+    alternating,
+    different,
+    run,
+    state,
+)
+
+DELAYED = {"bf16": True, "fp8_format": "hybrid"}
 
 PLANTED = [
     (19, FALLEN, "saturation"),
@@ -80,6 +109,32 @@ def test_resumed_runs_decide_alike(tmp_path, straight):
     assert made[0].parts.fp8.suspended() == made[1].parts.fp8.suspended() == {}
     assert different(state(made[-1]), state(straight[0])) == []
     assert made[-1].guards.state_dict() == straight[0].guards.state_dict()
+
+
+def test_the_first_scales_of_delayed_scaling_say_nothing():
+    fields = {"fp8_auto_fallback_patience": 1, "fp8_auto_fallback_underflow": 0.01}
+    _, seen = run(Samples(), **{**LOUD, **fields, "exit_interval": 1})
+    assert seen.kinds(Fp8Stats)
+    underflow = [one.underflow for one in seen.kinds(Fp8Stats)[0].figures]
+    assert max(underflow) > 0.03
+    assert decisions(seen) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        (LOUD, "--fp8-auto-fallback"),
+        ({**DELAYED, "fp8_spike_rollback_precision": "bf16"}, "--fp8-spike-rollback-precision"),
+    ],
+)
+def test_what_a_library_cannot_do_is_refused_when_auto_has_chosen_it(fields, flag):
+    runtime = start(make_config(**{**RUN, **fields}), Launch())
+    parts = setup_model(runtime.config, runtime)
+    parts.fp8.stats = collector(runtime)
+    Guards(runtime.config, runtime, parts, Progress(), None)
+    other = replace(runtime, backend=SimpleNamespace(name="transformer_engine"))
+    with pytest.raises(PrecisionError, match=f"{flag}: got .*transformer_engine"):
+        Guards(runtime.config, other, parts, Progress(), None)
 
 
 def test_without_the_flag_the_layers_of_a_checkpoint_run_in_fp8_again(tmp_path):
