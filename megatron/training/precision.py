@@ -17,11 +17,16 @@ from megatron.observe.events import PrecisionLine, PrecisionTable
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def summarize(rows: Iterable[PrecisionRow]) -> PrecisionTable:
+def summarize(rows: Iterable[PrecisionRow], changed: bool = False) -> PrecisionTable:
     """Return one line a group of equal rows.
 
     Layers that differ by their number only share a line, and so do the GEMMs of a layer that run
     alike.
+
+    Args:
+        rows: Of the whole model.
+        changed: Whether the run has shown a table before; layers that do not run as requested are
+            then named one by one.
     """
     by_layer: dict[str, list[PrecisionRow]] = {}
     for row in rows:
@@ -31,10 +36,12 @@ def summarize(rows: Iterable[PrecisionRow]) -> PrecisionTable:
         alike = len({(r.requested, r.delivered, r.kernel, r.reason) for r in own}) == 1
         for row in own[:1] if alike else own:
             gemm = "all" if alike else row.gemm
-            module = _LAYER_NUMBER.sub("*", path)
+            named = changed and row.requested != row.delivered
+            module = path if named else _LAYER_NUMBER.sub("*", path)
             key = (module, gemm, row.requested, row.delivered, row.kernel, row.reason)
             counts[key] = counts.get(key, 0) + 1
-    return PrecisionTable(tuple(PrecisionLine(*key, count) for key, count in counts.items()))
+    lines = (PrecisionLine(*key, count) for key, count in counts.items())
+    return PrecisionTable(tuple(lines), changed)
 
 
 def of_all_stages(rows: Iterable[PrecisionRow], axis: Axis) -> list[PrecisionRow]:

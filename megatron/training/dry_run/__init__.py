@@ -32,6 +32,7 @@ from megatron.training.dry_run.checks import (
 )
 from megatron.training.dry_run.ranks import World
 from megatron.training.dry_run.trace import Trace, build_rank
+from megatron.training.snapshot import changing_tensors
 
 Say = Callable[[str], None]
 
@@ -70,6 +71,9 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
     say(report.checkpoint_line(stored))
     classes = world.classes()
     _show(say, report.memory_lines(classes))
+    if cfg.fp8_spike_rollback:
+        sizes = [sum(t.nbytes for t in changing_tensors(rank.parts)) for rank in world.stages]
+        say(report.snapshot_line(cfg, max(sizes)))
     _show(say, report.communication_lines(classes))
     _show(say, ["not checked here:", *(f"  - {line}" for line in _unchecked(cfg))])
     say("the dry run is done: nothing was found that would stop this run")

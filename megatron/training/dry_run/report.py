@@ -113,6 +113,12 @@ def memory_lines(classes: Sequence[RankClass]) -> list[str]:
     ]
 
 
+def snapshot_line(cfg: RunConfig, num_bytes: int) -> str:
+    """Describe the snapshots of ``--fp8-spike-rollback``, which the table leaves out."""
+    place = "device" if cfg.fp8_spike_rollback_memory == "device" else "host"
+    return f"on top, for --fp8-spike-rollback: about {readable(num_bytes)} of {place} memory a rank"
+
+
 def communication_lines(classes: Sequence[RankClass]) -> list[str]:
     """Return what each kind of rank sends."""
     alike: dict[tuple[object, ...], list[RankClass]] = {}
