@@ -152,9 +152,8 @@ def save_checkpoint(
     if optimizer is not None and not cfg.no_save_optim:
         named, owned = optimizer.named_state(), optimizer.owned_ranges
         tensors.update(schema.optimizer_state(named, bare, mesh, stacking, owned))
-    if residual is not None:
-        kept = residual.save(stacking)
-        tensors.update({} if cfg.no_save_optim else kept)
+    kept = residual.save(stacking) if residual is not None else {}
+    tensors.update({} if cfg.no_save_optim else kept)
     places = fp8_entries.Places.of(cfg, mesh)
     tree, fp8_tensors = fp8_entries.split(fp8.state_dict() if fp8 else {}, places)
     tensors.update(fp8_tensors)
