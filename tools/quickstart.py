@@ -199,7 +199,8 @@ def main() -> None:
     train += ["--sequence-parallel", "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"]
     train += ["--data-path", f"{prefix}_text_document", "--data-cache-path", str(work / "cache")]
     train += ["--tokenizer-model", str(tokenizer), "--save", str(run), "--load", str(run)]
-    train += ["--tensorboard-dir", str(run / "tensorboard")]
+    train += ["--tensorboard-dir", str(run / "tensorboard"), "--fp8-stats-interval", "10"]
+    train += ["--dllogger-json", str(run / "log.json")]
     if args.train_iters:
         train += ["--train-iters", str(args.train_iters)]
     steps.run(
@@ -220,6 +221,12 @@ def main() -> None:
         outputs=[work / "loss.png"],
     )
     steps.run(
+        "show what FP8 did",
+        [python, "tools/fp8_report.py", str(run), "--output", str(work / "fp8_report.html")],
+        inputs=[ROOT / "tools/fp8_report_page.html", log],
+        outputs=[work / "fp8_report.html"],
+    )
+    steps.run(
         "export to HuggingFace",
         [python, "tools/checkpoint/convert.py", "--model-type", "GPT", "--loader", "megatron"]
         + ["--saver", "huggingface", "--load-dir", str(run), "--save-dir", str(exported)]
@@ -234,7 +241,8 @@ def main() -> None:
         + ["--max-new-tokens", "120", "--temperature", "0.8", "--top-k", "40"],
         always=True,
     )
-    print(f"\nDone. Loss curve: {work / 'loss.png'}. HuggingFace model: {exported}.")
+    print(f"\nDone. Loss curve: {work / 'loss.png'}, FP8: {work / 'fp8_report.html'}.")
+    print(f"HuggingFace model: {exported}.")
 
 
 if __name__ == "__main__":
