@@ -160,8 +160,8 @@ _GROUPS = {
 _SWITCHES = {
     (_SHARDS, FORWARD): "--fp8-format with --sequence-parallel",
     (_SHARDS, BACKWARD): "--fp8-format with --sequence-parallel",
-    (_CONTEXT, FORWARD): "--fp8-cp-exchange",
-    (_CONTEXT, BACKWARD): "--fp8-cp-exchange",
+    (_CONTEXT, FORWARD): "--fp8-dot-product-attention",
+    (_CONTEXT, BACKWARD): "--fp8-dot-product-attention",
     (_EXPERTS, FORWARD): "--moe-dispatch-fwd-dtype",
     (_EXPERTS, BACKWARD): "--moe-combine-bwd-dtype",
 }

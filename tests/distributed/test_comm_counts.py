@@ -28,7 +28,8 @@ EXPERTS = {
 EP2 = {**EXPERTS, "expert_model_parallel_size": 2}
 A2A = {**EP2, "moe_token_dispatcher_type": "alltoall"}
 SENT_IN_FP8 = {"moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "blockwise"}
-FP8 = {"fp8_format": "hybrid", "bf16": True, "seq_length": 32, "max_position_embeddings": 32}
+LONG = {"seq_length": 32, "max_position_embeddings": 32}
+FP8 = {"fp8_format": "hybrid", "bf16": True, **LONG}
 ATTENTION = {"fp8_dot_product_attention": True}
 ON_TWO = {
     "tp2 without sp": {"tensor_model_parallel_size": 2},
@@ -40,6 +41,9 @@ ON_TWO = {
     "cp2 p2p": CP2,
     "cp2 all_gather": {**CP2, "cp_comm_type": ("all_gather",)},
     "cp2 a2a": {**CP2, "cp_comm_type": ("a2a",)},
+    "cp2 p2p bf16": {**CP2, "bf16": True, **LONG},
+    "cp2 all_gather bf16": {**CP2, "bf16": True, **LONG, "cp_comm_type": ("all_gather",)},
+    "cp2 a2a bf16": {**CP2, "bf16": True, **LONG, "cp_comm_type": ("a2a",)},
     "cp2 p2p attention": {**CP2, **FP8, **ATTENTION},
     "cp2 all_gather attention": {**CP2, **FP8, **ATTENTION, "cp_comm_type": ("all_gather",)},
     "cp2 a2a attention": {
@@ -199,6 +203,9 @@ def sums(rows, what):
         ("tp2 sp mxfp8", "tp2 sp bf16"),
         ("tp2 overlapped blockwise", "tp2 sp bf16"),
         ("ep2 allgather sent in fp8", "ep2 allgather"),
+        ("cp2 p2p attention", "cp2 p2p bf16"),
+        ("cp2 all_gather attention", "cp2 all_gather bf16"),
+        ("cp2 a2a attention", "cp2 a2a bf16"),
     ],
 )
 def test_the_log_knows_what_would_be_sent_without_fp8(real, fp8, without):

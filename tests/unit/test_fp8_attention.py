@@ -173,8 +173,7 @@ def test_attention_may_enter_and_leave_fp8_between_runs(recipe):
     without = filled(state_of(recipe, AttentionChoice()))
     state = state_of(recipe)
     (message,) = state.load_state_dict(without.state_dict())
-    assert "attention of 2 layer(s)" in message
-    assert "scale 1" in message
+    assert "layers.0-1.self_attention.core_attention: saved with bf16, this run uses" in message
     assert all(
         (precision.fp8_meta["scaling_fwd"].scale == 1).all()
         for precision in state.attention_layers.values()
@@ -182,7 +181,8 @@ def test_attention_may_enter_and_leave_fp8_between_runs(recipe):
     if state.book is not None:
         assert torch.equal(state.book.scale[:3], without.book.scale[:3])
     back = state_of(recipe, AttentionChoice())
-    assert back.load_state_dict(filled(state).state_dict()) == []
+    (message,) = back.load_state_dict(filled(state).state_dict())
+    assert "this run uses bf16" in message
 
 
 def test_missing_linear_layers_are_refused_all_the_same():

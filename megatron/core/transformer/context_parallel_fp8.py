@@ -21,6 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from megatron.core.comm_log import Packing
 from megatron.core.fp8.attention import Pieces
 from megatron.core.fp8.comm import from_wire
 from megatron.core.fp8.gemm import Operand
@@ -60,9 +61,21 @@ class Exchange:
 
     Attributes:
         in_fp8: As bytes; otherwise as the same values in bf16.
+        itemsize: For the log: bytes of an element if it were not quantized.
     """
 
     in_fp8: bool = True
+    itemsize: int = 2
+
+    def over(self, axis: Axis, *, again: bool = False) -> Axis:
+        """The axis for what `pack` makes.
+
+        Args:
+            axis: Ranks that take part.
+            again: Whether without FP8 nothing would be sent here.
+        """
+        plain = 0 if again else self.itemsize
+        return axis.packed(Packing(1 if self.in_fp8 else 2, 0, plain))
 
     def pack(self, x: QuantizedTensor) -> Tensor:
         """What is sent of a tensor with one scale."""
@@ -81,14 +94,14 @@ class Exchange:
 def _to_heads(x: Operand, axis: Axis, exchange: Exchange) -> Operand:
     """`[s, b, n, d]` of some tokens to `[S, b, n / P, d]` of some heads."""
     if isinstance(x, QuantizedTensor):
-        return exchange.unpack(tokens_to_heads(exchange.pack(x), axis), x)
+        return exchange.unpack(tokens_to_heads(exchange.pack(x), exchange.over(axis)), x)
     return tokens_to_heads(x, axis)
 
 
 def _to_tokens(x: Operand, axis: Axis, exchange: Exchange) -> Operand:
     """The way back."""
     if isinstance(x, QuantizedTensor):
-        return exchange.unpack(heads_to_tokens(exchange.pack(x), axis), x)
+        return exchange.unpack(heads_to_tokens(exchange.pack(x), exchange.over(axis)), x)
     return heads_to_tokens(x, axis)
 
 
@@ -126,10 +139,10 @@ class Gathered(Placement):
     exchange: Exchange = Exchange()
 
     def _whole(self, x: Operands) -> Operands:
-        size = self.axis.size
+        size, axis = self.axis.size, self.exchange.over(self.axis)
         key, value = (
             self.exchange.unpack(
-                to_sequence(all_gather(self.exchange.pack(part), self.axis), size), part
+                to_sequence(all_gather(self.exchange.pack(part), axis), size), part
             )
             for part in (x.key, x.value)
         )
@@ -199,7 +212,8 @@ class Ring(Placement):
     def _steps(self, x: Operands, *parts: QuantizedTensor) -> Iterator[tuple[int, Operands]]:
         """Yield (owner, this rank's queries with the owner's keys and perhaps values)."""
         sent = torch.stack([self.exchange.pack(part) for part in parts])
-        for owner, arrived in ring_steps(sent, self.job.axis):
+        axis = self.exchange.over(self.job.axis, again=len(parts) == 1)
+        for owner, arrived in ring_steps(sent, axis):
             one = [
                 self.exchange.unpack(data, part) for data, part in zip(arrived, parts, strict=True)
             ]
@@ -262,16 +276,15 @@ def rows_of(x: Operand, rows: slice) -> Operand:
     return replace(x, data=x.data[rows]) if isinstance(x, QuantizedTensor) else x[rows]
 
 
-def placement(comm: str, axis: Axis, job: ContextBlock, in_fp8: bool) -> Placement:
+def placement(comm: str, axis: Axis, job: ContextBlock, exchange: Exchange) -> Placement:
     """How the ranks of a sequence meet.
 
     Args:
         comm: `p2p`, `all_gather`, `a2a` or `a2a+p2p`.
         axis: All ranks of a sequence.
         job: What their attention needs.
-        in_fp8: Whether quantized tensors travel as bytes.
+        exchange: How quantized tensors travel.
     """
-    exchange = Exchange(in_fp8)
     if comm == "a2a":
         block = Block(job.scale, 0, job.starts, job.dropout, job.seed)
         return HeadShards(block, axis, exchange)
