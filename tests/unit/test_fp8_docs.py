@@ -34,6 +34,8 @@ def test_policies_that_are_shown_can_be_followed():
         assert recipes_in_use(cfg) == {"mxfp8", "tensorwise"}
     for entry in KEYS:
         assert f"`{entry}`" in text
+
+
 def test_example_of_the_figures(capsys):
     doc = DOC.with_name("observability.md")
     (example,) = re.findall(r"```python\n(.*?)```", doc.read_text(), re.DOTALL)
