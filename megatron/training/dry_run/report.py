@@ -75,6 +75,25 @@ def checkpoint_line(stored: Stored) -> str:
     )
 
 
+def residual_line(cfg: RunConfig, stored: Stored) -> str:
+    """Say what FP8 gradients add to a checkpoint; empty if nothing."""
+    sizes = MeshSizes.from_config(cfg, cfg.world_size)
+    replicas = (cfg.data_parallel_size * cfg.context_parallel_size, sizes.edp)
+    keeps = cfg.grad_reduce_dtype == "fp8" and cfg.grad_reduce_error_feedback and not cfg.no_save_optim
+    if not keeps or replicas[0] == 1:
+        return ""
+    each = cfg.ckpt_grad_residual == "each"
+    count = sum(
+        volume(shard.size()) * (replicas[".experts." in key] if each else 1)
+        for key, shard in stored.model.items()
+    )
+    who = "each replica keeps" if each else "all replicas keep together"
+    return (
+        f"checkpoint: what {who} of FP8 gradients for the next step takes {readable(4 * count)} "
+        "(--ckpt-grad-residual)"
+    )
+
+
 def memory_lines(classes: Sequence[RankClass]) -> list[str]:
     """Return the table of memory."""
     cells = []
