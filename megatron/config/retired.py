@@ -235,7 +235,8 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
     (
         r"fp4-|fp8-quantizer|fp8-output|keep-fp8|reuse-grad-buf",
         "That use of low precision is",
-        "Use --fp8-format with --fp8-recipe delayed, tensorwise, blockwise or mxfp8",
+        "Use --fp8-format with --fp8-recipe delayed, tensorwise, blockwise or mxfp8, or use"
+        " --fp4-format",
     ),
     (
         r"cuda-graph|external-cuda|enable-cuda-graph|optimizer-cuda-graph",
@@ -299,6 +300,10 @@ REFUSED_VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("fp8_recipe", "custom"): (
         "Custom quantizers are not in this release",
         "Use --fp8-recipe delayed, tensorwise, blockwise or mxfp8",
+    ),
+    ("fp4_recipe", "custom"): (
+        "Custom quantizers are not in this release",
+        "Use --fp4-recipe nvfp4",
     ),
     ("moe_token_dispatcher_type", "flex"): (
         "Tokens travel by the collectives of --distributed-backend",

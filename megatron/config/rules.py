@@ -6,6 +6,7 @@ from megatron.config import (
     rules_data,
     rules_fp8,
     rules_fp8_attention,
+    rules_fp8_stats,
     rules_model,
     rules_moe,
     rules_overlap,
@@ -31,6 +32,7 @@ _LISTED = (
     rules_overlap,
     rules_pipeline,
     rules_training,
+    rules_fp8_stats,
     rules_data,
 )
 _MODULES = [m.__name__ for m in _LISTED]

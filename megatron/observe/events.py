@@ -202,6 +202,70 @@ class Incident:
 
 
 @dataclass(frozen=True)
+class Fp8Figures:
+    """What the casts of one tensor of one layer did in one step, over microbatches and ranks.
+
+    Attributes:
+        path: The layer; experts of one layer share a line, with ``*`` for their number.
+        role: Which of its tensors: ``input``, ``weight`` or ``grad_output``.
+        amax: Largest magnitude.
+        scale: The smallest multiplier in use.
+        saturated: Share of elements beyond the format's largest value; None if not measured.
+        underflow: Share of elements that are not zero and became zero; None if not measured.
+        snr_db: Energy of the tensor over that of its error; None if not measured, all zero or
+            without error.
+        elements: How many elements the shares were measured on.
+        nonfinite: How many elements are NaN or infinite.
+    """
+
+    path: str
+    role: str
+    amax: float
+    scale: float
+    saturated: float | None
+    underflow: float | None
+    snr_db: float | None
+    elements: int
+    nonfinite: int = 0
+
+
+@dataclass(frozen=True)
+class Fp8Stats:
+    """The FP8 casts of one iteration, all layers of the model."""
+
+    iteration: int
+    figures: tuple[Fp8Figures, ...]
+
+
+@dataclass(frozen=True)
+class Fp8Alert:
+    """Something about FP8 casts that a user should look at.
+
+    Attributes:
+        iteration: The iteration.
+        kind: ``amax jump``, ``outlier``, ``saturation``, ``underflow``, ``degenerate scale``,
+            ``not finite`` or ``not cast``.
+        path: The layer that shows it most.
+        role: Which of its tensors.
+        value: What was measured.
+        limit: From where it is reported.
+        what: One sentence.
+        others: Further tensors that show it too, as ``path role``.
+        where: Which ranks hold the layer.
+    """
+
+    iteration: int
+    kind: str
+    path: str
+    role: str
+    value: float
+    limit: float
+    what: str
+    others: tuple[str, ...] = ()
+    where: str = ""
+
+
+@dataclass(frozen=True)
 class RunEnd:
     """The run ended as it should.
 
@@ -226,5 +290,7 @@ Event = (
     | CheckpointSaved
     | MemoryUse
     | Incident
+    | Fp8Stats
+    | Fp8Alert
     | RunEnd
 )

@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from megatron.observe.events import EvalEnd, IntervalEnd, MemoryUse, PrecisionLine
+from megatron.observe.events import EvalEnd, Fp8Alert, IntervalEnd, MemoryUse, PrecisionLine
 
 _DOTS = 48
 _MIB = 1024.0 * 1024.0
+_NAMED = 3
 # Rows of the precision table that are no linear layers: shown, but not counted.
 _NOT_LINEAR = ("word_embeddings", "core_attention", "router", "dispatcher")
 
@@ -75,6 +76,19 @@ def stamp(text: str, now: datetime) -> str:
     return f"[{text}] datetime: {now:%Y-%m-%d %H:%M:%S} "
 
 
+def alert_line(alert: Fp8Alert) -> str:
+    """Return a warning about FP8 casts; it names the worst tensor and a few more."""
+    text = f"WARNING: FP8 {alert.kind} at iteration {alert.iteration}: "
+    if alert.where:
+        text += f"[{alert.where}] "
+    text += f"{alert.path} {alert.role}: {alert.what}"
+    if alert.others:
+        count, named = len(alert.others), alert.others[:_NAMED]
+        text += f"; also {', '.join(named)}"
+        text += f" and {count - len(named)} more" if count > len(named) else ""
+    return text
+
+
 def memory_line(use: MemoryUse) -> str:
     """Return one rank's memory in Megatron's form; resident memory of the process off CUDA."""
     labels = ("allocated", "max allocated", "reserved", "max reserved")
@@ -99,8 +113,14 @@ def precision_table(lines: Sequence[PrecisionLine]) -> str:
     ]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     layers = [x for x in lines if x.gemm in ("all", "fprop") and not x.module.endswith(_NOT_LINEAR)]
-    in_fp8 = sum(x.count for x in layers if x.delivered.startswith("fp8"))
-    text = [f"precision: {in_fp8} of {sum(x.count for x in layers)} linear layers in FP8"]
+    in_fp8, in_fp4 = (
+        sum(x.count for x in layers if x.delivered.startswith(kind)) for kind in ("fp8", "fp4")
+    )
+    every = f"of {sum(x.count for x in layers)} linear layers"
+    if in_fp4 and not in_fp8:
+        text = [f"precision: {in_fp4} {every} in FP4"]
+    else:
+        text = [f"precision: {in_fp8} {every} in FP8" + (f", {in_fp4} in FP4" if in_fp4 else "")]
     for row in [head, *rows]:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         text.append(("  " + "  ".join(cells)).rstrip())

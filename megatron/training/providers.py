@@ -19,6 +19,7 @@ from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.errors import BackendUnavailable, complaint
 from megatron.core.fp8 import Fp8State
 from megatron.core.fp8.primary import weights_in_fp8
+from megatron.core.fp8.ranges import Ranges
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -118,7 +119,7 @@ def build_gpt(
         weight_grads: Where linear layers may put off their weight gradients.
     """
     fp8 = Fp8State.from_config(cfg, runtime.device)
-    rng = RngStreams(cfg.seed, runtime.mesh, runtime.device)
+    fp8.rng = rng = RngStreams(cfg.seed, runtime.mesh, runtime.device)
     build = Build(
         config=cfg,
         mesh=runtime.mesh,
@@ -129,7 +130,11 @@ def build_gpt(
         weight_grads=weight_grads,
     )
     stages = local_stages(cfg, runtime.mesh.pp)
-    return GPTModel(build, stages=stages), fp8, rng
+    model = GPTModel(build, stages=stages)
+    if cfg.nvtx_ranges:
+        fp8.ranges = Ranges(runtime.device)
+        fp8.ranges.attach(model, {r.path: r.delivered for r in model.named_precision_rows()})
+    return model, fp8, rng
 
 
 def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:

@@ -25,7 +25,7 @@ from megatron.observe.events import (
 )
 from megatron.observe.lines import stamp
 from megatron.observe.sinks import build_sinks
-from megatron.training import precision
+from megatron.training import fp8_watch, precision
 from megatron.training.checkpointing import check_save, load_checkpoint, save_checkpoint
 from megatron.training.flops import flops_per_iteration
 from megatron.training.initialize import Runtime
@@ -133,6 +133,7 @@ class Trainer:
         self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
         check_save(cfg, self.mesh, self._say)
         self._parts = setup_model(cfg, runtime)
+        self._parts.fp8.stats = fp8_watch.collector(runtime)
         if cfg.load is not None:
             loaded = load_checkpoint(
                 cfg,
@@ -232,6 +233,7 @@ class Trainer:
                 complaint("data", "no training split", "There is nothing to train on", "Give one")
             )
         self._step = TrainStep(cfg, self._runtime, self.parts, sources.train)
+        fp8 = fp8_watch.Fp8Watch(self._runtime, self.parts.fp8, self.bus.emit, progress.iteration)
         self._say("training ...")
         self._stamp("before the start of training step")
         self.parts.ddp.train()
@@ -246,6 +248,7 @@ class Trainer:
             self._switch_fp8(progress.iteration + 1)
             outcome = self._step.run(progress.iteration + 1, progress.consumed_train_samples)
             self._account(outcome)
+            fp8.after_step()
             self._report_memory(progress.iteration - first)
             self._explain_bad_step(outcome, sources.train)
             self._stop_when_hopeless(outcome)

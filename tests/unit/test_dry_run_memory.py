@@ -91,6 +91,19 @@ def test_fp8_activations(recipe, monkeypatch):
     assert paper_peak(cfg).activations == pytest.approx(expected, rel=TOLERANCE)
 
 
+def test_fp8_attention_keeps_bytes(monkeypatch):
+    """Its own kernel on every device: what it keeps is the same everywhere."""
+    monkeypatch.setattr(fp8_state, "has_fp8_hardware", lambda device: True)
+    fp8 = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    cfg = make_config(**{**MODEL, **fp8, "fp8_dot_product_attention": True})
+    found = paper_peak(cfg).activations
+    assert found == pytest.approx(real_bytes(cfg), rel=TOLERANCE)
+    # Of a token and layer Q, K and V take half, and the result is not kept.
+    elements = cfg.seq_length * cfg.micro_batch_size * cfg.hidden_size * cfg.num_layers
+    plain = paper_peak(make_config(**{**MODEL, **fp8})).activations
+    assert plain - found == pytest.approx(elements * (3 + 2), rel=0.02)
+
+
 def test_recomputation_keeps_less_and_needs_more_at_a_time():
     plain, full = (
         paper_peak(make_config(**{**MODEL, **fields}))

@@ -213,7 +213,14 @@ class Fp8Weight:
 
     def _agreed(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._scales is None:
-            raise PrecisionError(f"{self.precision.path}: no scale yet. Call agree first.")
+            raise PrecisionError(
+                complaint(
+                    self.precision.path,
+                    "a weight without a scale",
+                    "Ranks have to agree on it before they cast their parts",
+                    "Call agree first",
+                )
+            )
         return self._scales
 
     def _slab(self, part: torch.Tensor, start: int, side: int) -> tuple[torch.Tensor, int]:

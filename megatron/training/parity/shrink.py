@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.config import RunConfig, fp8_policy, make_config
 from megatron.config.draft import DEFAULT_VOCAB_SIZE, Draft, derive
+from megatron.config.fp8 import recipe_of
 from megatron.config.moe import moe_layers
 from megatron.config.schema import SPECS
 from megatron.training.parity.layouts import BY_HAND, PIPELINE_ONLY, Layout
@@ -213,7 +214,7 @@ class _Plan:
         for lay in self.layouts:
             split = lay.splits_sequence
             tp = lay.size("tp") if (cfg.sequence_parallel if split is None else split) else 1
-            share = _WIDTH if cfg.fp8_format else 2
+            share = _WIDTH if recipe_of(cfg) else 2
             step = math.lcm(step, lay.size("cp") * tp * share)
         return min(int(cfg.seq_length), _up(_SEQUENCE, step))
 
@@ -363,6 +364,8 @@ def in_fp32(fields: Mapping[str, Any]) -> dict[str, Any]:
 def own_precision(fields: Mapping[str, Any]) -> str:
     """Name the precision of a model, empty where it is single precision throughout."""
     kind = next((name for name in ("bf16", "fp16") if fields.get(name)), "")
+    if fields.get("fp4_format"):
+        return f"{kind or 'fp32'}+fp4 {fields.get('fp4_recipe', SPECS['fp4_recipe'].default)}"
     if fields.get("fp8_format"):
         recipe = fields.get("fp8_recipe", SPECS["fp8_recipe"].default)
         return f"{kind or 'fp32'}+fp8 {recipe}"
