@@ -1,4 +1,4 @@
-"""The guards on the command line: what a run says, writes down and returns when training explodes."""
+"""The guards on the command line: what a run says, writes down and returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.e2e.test_resume import DELAYED, SMALL
 # With such a rate the second step's loss is far above the first one's.
 WILD = ["--lr", "30", "--lr-warmup-iters", "12", "--clip-grad", "0", "--train-iters", "40"]
 ROLLBACK = [
-    "--fp8-spike-rollback", "--fp8-spike-rollback-interval", "2", "--fp8-spike-rollback-window", "4",
+    "--fp8-spike-rollback", "--fp8-spike-rollback-interval", "2",
+    "--fp8-spike-rollback-window", "4",
     "--fp8-spike-rollback-deviations", "3", "--fp8-spike-rollback-limit", "2",
     "--fp8-spike-rollback-precision", "bf16",
 ]  # fmt: skip
