@@ -240,9 +240,9 @@ class StatsCollector:
         self._tallies.clear()
         self._seen.clear()
 
-    def request(self) -> None:
-        """Make the next step due; on all ranks alike."""
-        self._requested = True
+    def request(self, wanted: bool = True) -> None:
+        """Make the next step due, or not by request; on all ranks alike."""
+        self._requested = wanted
 
     @torch.no_grad()
     def note(self, path: str, role: Role, x: torch.Tensor, made: QuantizedTensor) -> None:
