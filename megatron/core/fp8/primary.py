@@ -287,7 +287,14 @@ class Fp8Weight:
     def figures(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Largest magnitude of the 16-bit weight, and inverses of the scales; while it rests."""
         if self._row is None:
-            raise PrecisionError(f"{self.precision.path}: its weight does not rest in FP8.")
+            raise PrecisionError(
+                complaint(
+                    self.precision.path,
+                    "a weight that does not rest in FP8",
+                    "It has no FP8 figures",
+                    "Ask while the layer runs in FP8",
+                )
+            )
         return self._amax, self._row.scale_inv
 
     def operands(self) -> tuple[QuantizedTensor, QuantizedTensor]:
