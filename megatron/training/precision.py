@@ -69,15 +69,16 @@ def padding_note(cfg: RunConfig, fp8: Fp8State, backend: str) -> str:
     return padding(cfg) if any(recipe.has_hardware_gemm for recipe in fp8.policy.recipes) else ""
 
 
-def resting_note(ddp: DistributedDataParallel) -> str:
-    """How many of this rank's weights rest in FP8, in one line; empty without --fp8-param-gather."""
-    if not ddp.keeps_fp8_weights:
+def resting_note(cfg: RunConfig, ddp: DistributedDataParallel) -> str:
+    """How many of this rank's weights rest in FP8, in one line; empty without the flag."""
+    if not cfg.fp8_param_gather:
         return ""
     held = [p for p in ddp.trained_params if ddp.is_in_fp8(p)]
     resting, every = (sum(p.numel() for p in some) for some in (held, ddp.trained_params))
+    why = "" if held else ": no layer here makes output and input gradient in FP8"
     return (
         f"FP8 weights: {len(held)} of this rank's {len(ddp.trained_params)} parameters, "
-        f"{resting / every:.1%} of its elements, rest in FP8 (--fp8-param-gather)"
+        f"{resting / max(every, 1):.1%} of its elements, rest in FP8 (--fp8-param-gather){why}"
     )
 
 
