@@ -36,7 +36,7 @@ VARIANTS = {
     "e4m3": [*E4M3, "--fp8-recipe", "delayed"],
     "blockwise": [*E4M3, "--fp8-recipe", "blockwise"],
     "mxfp8": [*E4M3, "--fp8-recipe", "mxfp8"],
-    "nvfp4": ["--fp4-format", "e2m1"],
+    "nvfp4": ["--fp4-format", "e2m1"],  # measured, not judged
     "frozen-hybrid": [*HYBRID, "--fp8-recipe", "delayed"],
     "frozen-e4m3": [*E4M3, "--fp8-recipe", "delayed"],
 }
