@@ -77,7 +77,7 @@ class AutoFallback:
         if self._cfg.fp16 and norm is not None and not math.isfinite(norm):
             norm = None  # part of the search for a loss scale
         figures = None
-        if outcome.update.success and self._stats.latest_iteration == iteration:
+        if outcome.update.success and self._stats.due:
             figures = self._figures()
         changes = self._logic.step(iteration, norm, figures)
         if changes:
@@ -87,7 +87,7 @@ class AutoFallback:
             rows = self._parts.model.named_precision_rows()
             table = precision.of_all_stages(rows, self._runtime.mesh.pp)
             self._bus.emit(precision.summarize(table, changed=True))
-        self._request()
+        self._stats.request(self._logic.wants_figures)
 
     def _figures(self) -> Figures:
         """The step's figures by unit, without those of scales that were never set.
@@ -110,10 +110,6 @@ class AutoFallback:
         layers = {path: unit_of(path) for path in self._parts.fp8.layers}
         self._parts.fp8.suspend({p: fallen[unit] for p, unit in layers.items() if unit in fallen})
 
-    def _request(self) -> None:
-        if self._logic.wants_figures:
-            self._stats.request()
-
     def state_dict(self) -> dict[str, Any]:
         """Return what later decisions depend on, as plain values."""
         return self._logic.state_dict()
@@ -122,7 +118,7 @@ class AutoFallback:
         """Continue from `state_dict`: the same layers are held back."""
         self._logic.load_state_dict(state)
         self._apply()
-        self._request()
+        self._stats.request(self._logic.wants_figures)
 
 
 def _collector(runtime: Runtime, parts: Parts) -> StatsCollector:

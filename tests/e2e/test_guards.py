@@ -1,4 +1,4 @@
-"""The guards on the command line: what a run says and writes down when training explodes."""
+"""The guards on the command line: what a run says, writes down and returns."""
 
 from __future__ import annotations
 

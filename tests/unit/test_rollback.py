@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.config.schema import SPECS
 from megatron.core.errors import TrainingError
 from megatron.observe.events import IntervalEnd, Message, Rollback, StepEnd
 from megatron.observe.lines import rollback_line
-from tests.spikes import BATCH, Samples, different, run, state
+from tests.spikes import BATCH, RUN, Samples, different, run, state
 
 DELAYED = {"bf16": True, "fp8_format": "hybrid", "fp8_amax_history_len": 4,
            "fp8_amax_compute_algo": "max"}  # fmt: skip
@@ -33,6 +34,20 @@ def test_a_spoilt_batch_leaves_no_trace(fields):
     assert spoilt.progress.skipped_ranges == [[SPOILT[0], SPOILT[-1] + 1]]
     assert spoilt.progress.consumed_train_samples == 25 * BATCH
     assert (spoilt.progress.iteration, clean.progress.iteration) == (24, 24)
+
+
+def test_a_run_without_a_spike_is_the_run_without_the_guards():
+    watched = {
+        **DELAYED,
+        "fp8_auto_fallback": True,
+        "fp8_stats_interval": 5,
+        "fp8_spike_rollback_interval": 3,
+    }
+    off = {name: SPECS[name].default for name in RUN if name.startswith("fp8_spike_rollback")}
+    with_guards, seen = run(Samples(), **watched)
+    assert not seen.kinds(Rollback)
+    without, _ = run(Samples(), **{**DELAYED, **off})
+    assert different(state(with_guards), state(without)) == []
 
 
 def test_everything_read_since_the_snapshot_is_left_out():
