@@ -10,6 +10,7 @@ from megatron.observe.events import EvalEnd, IntervalEnd, MemoryUse, PrecisionLi
 
 _DOTS = 48
 _MIB = 1024.0 * 1024.0
+_FIRST = ("all", "qk")  # products of which every attention has one
 # Rows of the precision table that are no linear layers: shown, but not counted.
 _NOT_LINEAR = ("word_embeddings", "core_attention", "router", "dispatcher")
 
@@ -101,6 +102,10 @@ def precision_table(lines: Sequence[PrecisionLine]) -> str:
     layers = [x for x in lines if x.gemm in ("all", "fprop") and not x.module.endswith(_NOT_LINEAR)]
     in_fp8 = sum(x.count for x in layers if x.delivered.startswith("fp8"))
     text = [f"precision: {in_fp8} of {sum(x.count for x in layers)} linear layers in FP8"]
+    attention = [x for x in lines if x.module.endswith("core_attention") and x.gemm in _FIRST]
+    inside = sum(x.count for x in attention if x.delivered.startswith("fp8"))
+    if inside:
+        text[0] += f", and the attention of {inside} of {sum(x.count for x in attention)} layers"
     for row in [head, *rows]:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         text.append(("  " + "  ".join(cells)).rstrip())
