@@ -276,12 +276,29 @@ class TestCalls:
         (given,) = fake.called("common.recipe.MXFP8BlockScaling.__init__")
         assert given == {"fp8_format": fake.library.recipe.Format.E4M3}
 
-    @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+    def test_nvfp4_recipe(self, fake):
+        choices = {
+            "disable_rht": True,
+            "disable_stochastic_rounding": False,
+            "disable_2d_quantization": True,
+        }
+        if not hasattr(fake.library.recipe, "NVFP4BlockScaling"):
+            assert fake.version < (2, 8)
+            able, reason = te_calls.recipe_support(fake.library, "nvfp4")
+            assert not able
+            assert reason == f"release 2.{fake.version[1]} has no NVFP4BlockScaling"
+            return
+        te_calls.nvfp4_recipe(fake.library, **choices)
+        assert fake.called("common.recipe.NVFP4BlockScaling.__init__") == [choices]
+
+    @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
     def test_support_of_a_recipe(self, fake, name):
         able, _ = te_calls.recipe_support(fake.library, name)
-        assert able == (name != "blockwise" or fake.version >= (2, 3))
+        since = {"blockwise": (2, 3), "nvfp4": (2, 8)}.get(name, (2, 2))
+        assert able == (fake.version >= since)
+        questions = ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4")
         fake.lacking = dict.fromkeys(
-            ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available"),
+            (f"is_{kind}_available" for kind in questions),
             (False, "Device compute capability 10.x required"),
         )
         able, reason = te_calls.recipe_support(fake.library, name)

@@ -122,6 +122,25 @@ def test_quantized_weights_are_listed_apart():
     assert one.kept.fp8 == 4 * 16 * 5 * (16 + 1)  # columns of histories and scales
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_weights_that_rest_in_fp8_have_no_copies(recipe):
+    fields = {"fp8_format": "e4m3", "fp8_recipe": recipe, "use_distributed_optimizer": True,
+              "num_layers": 1}  # fmt: skip
+    plain, resting = (
+        World(make_config(**{**MODEL, **fields, "fp8_param_gather": on})).classes()[0]
+        for on in (False, True)
+    )
+    linear = 256 * 768 + 256 * 256 + 2 * 256 * 1024
+    assert resting.cached_bytes < 1024  # a magnitude each, and a table of codes
+    saved = plain.kept.weights - resting.kept.weights
+    if recipe == "mxfp8":  # twice a byte, and twice a scale for 32 of them
+        assert saved == pytest.approx(-linear * 8 / 32, rel=0.01)
+        assert plain.cached_bytes >= 4 * linear  # held in bf16
+    else:
+        assert saved == pytest.approx(linear, rel=0.01)
+    assert resting.total_bytes < plain.total_bytes - linear
+
+
 def test_on_paper_there_are_no_values():
     cfg = make_config(**MODEL)
     world = World(cfg)

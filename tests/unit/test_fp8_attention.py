@@ -184,6 +184,7 @@ def test_attention_may_enter_and_leave_fp8_between_runs(recipe):
         assert torch.equal(state.book.scale[:3], without.book.scale[:3])
     back = state_of(recipe, AttentionChoice())
     (message,) = back.load_state_dict(filled(state).state_dict())
+    assert "layers.0-1.self_attention.core_attention: saved with" in message
     assert "this run uses bf16" in message
 
 

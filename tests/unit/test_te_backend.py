@@ -513,15 +513,23 @@ class TestScaling:
 
     @pytest.mark.parametrize(
         ("recipe", "kind"),
-        [("blockwise", "Float8BlockScaling"), ("mxfp8", "MXFP8BlockScaling")],
+        [
+            ("blockwise", "Float8BlockScaling"),
+            ("mxfp8", "MXFP8BlockScaling"),
+            ("nvfp4", "NVFP4BlockScaling"),
+        ],
     )
     def test_block_scales_keep_no_state(self, newest, recipe, kind):
-        build = fake_build(newest, fp8_format="e4m3", fp8_recipe=recipe, bf16=True)
+        settings = {"fp8_format": "e4m3", "fp8_recipe": recipe}
+        if recipe == "nvfp4":
+            settings = {"fp4_format": "e2m1", "fp4_recipe": recipe}
+        build = fake_build(newest, bf16=True, **settings)
         layer = column(build)
         layer(tokens(33))  # padded to what the recipe wants
         assert build.fp8.book is None
         assert layer.fp8_meta["recipe"].kind == kind
-        assert f"fp8 e4m3xe4m3 {recipe}" in layer.precision.row().kernel
+        name = "fp4 e2m1xe2m1" if recipe == "nvfp4" else "fp8 e4m3xe4m3"
+        assert f"{name} {recipe}" in layer.precision.row().kernel
 
     def test_a_recipe_that_the_device_lacks_is_refused_with_the_reason(self, newest):
         newest.lacking["is_mxfp8_available"] = (False, "Device compute capability 10.x required")
@@ -530,6 +538,15 @@ class TestScaling:
             column(fake_build(newest, **settings))
         build = fake_build(newest, **settings, first_last_layers_bf16=True)
         column(build)  # a layer that is kept in BF16 needs nothing
+
+    def test_what_nvfp4_needs(self, newest):
+        with pytest.raises(PrecisionError, match="--fp4-recipe: got nvfp4 with float32.*--bf16"):
+            column(fake_build(newest, fp4_format="e2m1"))
+        with pytest.raises(PrecisionError, match="got 40 inputs .*FP4 products.*of 16"):
+            column(fake_build(newest, fp4_format="e2m1", bf16=True), 40, 64)
+        newest.lacking["is_nvfp4_available"] = (False, "Device compute capability 10.0 required")
+        with pytest.raises(PrecisionError, match="--fp4-recipe: got nvfp4.*10.0 required"):
+            column(fake_build(newest, fp4_format="e2m1", bf16=True))
 
     def test_a_release_without_the_recipe_is_refused(self):
         oldest = FakeTransformerEngine(OLDEST)

@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megatron.core.comm_log import Packing
+from megatron.core.comm_log import BECAUSE_OF_FP8, Packing
 from megatron.core.fp8.attention import Pieces
 from megatron.core.fp8.comm import from_wire
 from megatron.core.fp8.gemm import Operand
@@ -67,15 +67,16 @@ class Exchange:
     in_fp8: bool = True
     itemsize: int = 2
 
-    def over(self, axis: Axis, *, again: bool = False) -> Axis:
-        """The axis for what `pack` makes.
+    def along(self, axis: Axis, *, added: bool = False) -> Axis:
+        """The axis for what `pack` returns.
 
         Args:
             axis: Ranks that take part.
-            again: Whether without FP8 nothing would be sent here.
+            added: Whether nothing would be sent here without FP8.
         """
-        plain = 0 if again else self.itemsize
-        return axis.packed(Packing(1 if self.in_fp8 else 2, 0, plain))
+        if added:
+            return axis.packed(BECAUSE_OF_FP8)
+        return axis.packed(Packing(1 if self.in_fp8 else 2, 0, self.itemsize))
 
     def pack(self, x: QuantizedTensor) -> Tensor:
         """What is sent of a tensor with one scale."""
@@ -94,14 +95,14 @@ class Exchange:
 def _to_heads(x: Operand, axis: Axis, exchange: Exchange) -> Operand:
     """`[s, b, n, d]` of some tokens to `[S, b, n / P, d]` of some heads."""
     if isinstance(x, QuantizedTensor):
-        return exchange.unpack(tokens_to_heads(exchange.pack(x), exchange.over(axis)), x)
+        return exchange.unpack(tokens_to_heads(exchange.pack(x), exchange.along(axis)), x)
     return tokens_to_heads(x, axis)
 
 
 def _to_tokens(x: Operand, axis: Axis, exchange: Exchange) -> Operand:
     """The way back."""
     if isinstance(x, QuantizedTensor):
-        return exchange.unpack(heads_to_tokens(exchange.pack(x), exchange.over(axis)), x)
+        return exchange.unpack(heads_to_tokens(exchange.pack(x), exchange.along(axis)), x)
     return heads_to_tokens(x, axis)
 
 
@@ -139,7 +140,7 @@ class Gathered(Placement):
     exchange: Exchange = Exchange()
 
     def _whole(self, x: Operands) -> Operands:
-        size, axis = self.axis.size, self.exchange.over(self.axis)
+        size, axis = self.axis.size, self.exchange.along(self.axis)
         key, value = (
             self.exchange.unpack(
                 to_sequence(all_gather(self.exchange.pack(part), axis), size), part
@@ -209,11 +210,12 @@ class Ring(Placement):
         inner = self.job.inner
         return x if inner is None else _to_tokens(x, inner, self.exchange)
 
-    def _steps(self, x: Operands, *parts: QuantizedTensor) -> Iterator[tuple[int, Operands]]:
+    def _steps(
+        self, x: Operands, *parts: QuantizedTensor, added: bool = False
+    ) -> Iterator[tuple[int, Operands]]:
         """Yield (owner, this rank's queries with the owner's keys and perhaps values)."""
         sent = torch.stack([self.exchange.pack(part) for part in parts])
-        axis = self.exchange.over(self.job.axis, again=len(parts) == 1)
-        for owner, arrived in ring_steps(sent, axis):
+        for owner, arrived in ring_steps(sent, self.exchange.along(self.job.axis, added=added)):
             one = [
                 self.exchange.unpack(data, part) for data, part in zip(arrived, parts, strict=True)
             ]
@@ -224,7 +226,7 @@ class Ring(Placement):
         out, lse = empty_results(x.query)
         exact = torch.zeros_like(out) if for_backward else None
         chunk = x.query.shape[0] // 2
-        for owner, y in self._steps(x, x.key):
+        for owner, y in self._steps(x, x.key, added=True):
             for rows, seen, block in visible_pairs(self.job, owner, chunk):
                 z = y.part(rows, seen)
                 add_row_sums(z.query, z.key, block, lse[rows])
@@ -276,15 +278,19 @@ def rows_of(x: Operand, rows: slice) -> Operand:
     return replace(x, data=x.data[rows]) if isinstance(x, QuantizedTensor) else x[rows]
 
 
-def placement(comm: str, axis: Axis, job: ContextBlock, exchange: Exchange) -> Placement:
+def placement(
+    comm: str, axis: Axis, job: ContextBlock, in_fp8: bool, itemsize: int = 2
+) -> Placement:
     """How the ranks of a sequence meet.
 
     Args:
         comm: `p2p`, `all_gather`, `a2a` or `a2a+p2p`.
         axis: All ranks of a sequence.
         job: What their attention needs.
-        exchange: How quantized tensors travel.
+        in_fp8: Whether quantized tensors travel as bytes.
+        itemsize: See `Exchange`.
     """
+    exchange = Exchange(in_fp8, itemsize)
     if comm == "a2a":
         block = Block(job.scale, 0, job.starts, job.dropout, job.seed)
         return HeadShards(block, axis, exchange)

@@ -19,7 +19,7 @@ from megatron.core.transformer.context_parallel import (
     comm_type,
     context_attention,
 )
-from megatron.core.transformer.context_parallel_fp8 import Exchange, placement
+from megatron.core.transformer.context_parallel_fp8 import placement
 
 if TYPE_CHECKING:
     from megatron.core.build import Build
@@ -92,8 +92,8 @@ class NativeCoreAttention(nn.Module):
         if not self.precision.active:
             return context_attention(query, key, value, job, self.comm)
         check_shards(query, key, job, self.comm)
-        exchange = Exchange(self._exchange_in_fp8, query.element_size())
-        place = placement(self.comm, self.axis, job, exchange)
+        size = query.element_size()
+        place = placement(self.comm, self.axis, job, self._exchange_in_fp8, size)
         return fp8_attention(query, key, value, self.precision, place)
 
     def extra_repr(self) -> str:
