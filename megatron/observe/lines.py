@@ -18,6 +18,7 @@ from megatron.observe.events import (
 
 _DOTS = 48
 _MIB = 1024.0 * 1024.0
+_FIRST = ("all", "qk")  # products of which every attention has one
 _NAMED = 3
 # Rows of the precision table that are no linear layers: shown, but not counted.
 _NOT_LINEAR = ("word_embeddings", "core_attention", "router", "dispatcher")
@@ -155,6 +156,10 @@ def precision_table(lines: Sequence[PrecisionLine], changed: bool = False) -> st
         text = [f"precision: {in_fp4} {every} in FP4"]
     else:
         text = [f"precision: {in_fp8} {every} in FP8" + (f", {in_fp4} in FP4" if in_fp4 else "")]
+    attention = [x for x in lines if x.module.endswith("core_attention") and x.gemm in _FIRST]
+    inside = sum(x.count for x in attention if x.delivered.startswith("fp8"))
+    if inside:
+        text[0] += f", and the attention of {inside} of {sum(x.count for x in attention)} layers"
     if changed:
         held = (x for x in lines if x.requested != x.delivered)
         text += dict.fromkeys(f"  {x.module}: {x.delivered}, {x.reason}" for x in held)
