@@ -12,6 +12,7 @@ from megatron.config import (
     rules_overlap,
     rules_parallel,
     rules_pipeline,
+    rules_replicas,
     rules_training,
 )
 from megatron.config.draft import Draft
@@ -27,6 +28,7 @@ _LISTED = (
     rules_fp8_attention,
     rules_moe,
     rules_parallel,
+    rules_replicas,
     rules_overlap,
     rules_pipeline,
     rules_training,

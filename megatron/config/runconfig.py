@@ -12,6 +12,7 @@ from megatron.config.data import DataConfig
 from megatron.config.draft import Draft, derive
 from megatron.config.fp8 import Fp8Config
 from megatron.config.fp8_attention import Fp8AttentionConfig
+from megatron.config.fp8_dp import Fp8ReplicasConfig
 from megatron.config.fp8_stats import Fp8StatsConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
@@ -44,6 +45,7 @@ class RunConfig:
     fp8_attention: Fp8AttentionConfig
     fp8_stats: Fp8StatsConfig
     parallel: ParallelConfig
+    fp8_dp: Fp8ReplicasConfig
     training: TrainingConfig
     data: DataConfig
     checkpoint: CheckpointConfig

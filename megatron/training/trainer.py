@@ -143,6 +143,7 @@ class Trainer:
                 scheduler=self._parts.scheduler,
                 fp8=self._parts.fp8,
                 progress=self.progress,
+                residual=self._parts.residual(cfg, self.mesh),
                 say=self._say,
             )
             if loaded:
@@ -397,6 +398,7 @@ class Trainer:
                 scheduler=parts.scheduler,
                 fp8=parts.fp8,
                 progress=self.progress,
+                residual=parts.residual(self.config, self.mesh),
                 say=self._say,
             )
         self._saved_at = self.progress.iteration

@@ -17,6 +17,7 @@ from megatron.core.fp8 import (
     Fp8Policy,
     Fp8State,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Role,
     linear,
 )
@@ -35,6 +36,7 @@ RECIPES = (
     Float8CurrentScaling(),
     Float8BlockScaling(),
     MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
 )
 
 
@@ -123,6 +125,17 @@ def test_the_bytes_of_fp8_hardware_say_the_same():
         assert stats_of(x, made.to_fp8(), 512) == stats_of(x, made, 512)
 
 
+def test_fp4_blocks_that_became_zero_have_no_bad_scale():
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    x[:, 16:32] = 0.0
+    x[:, 32:48] *= 1e-9
+    made = cast(x, NVFP4BlockScaling())
+    found = stats_of(x, made)
+    assert found.underflow == pytest.approx(1 / 4, abs=0.15)  # E2M1 itself loses a tenth
+    assert found.scale == pytest.approx(6 / float(x.abs().max()), rel=1 / 15)
+    assert 15 < found.snr_db < 25
+
+
 def run_layer(state, layer, weight, microbatches):
     for x in microbatches:
         linear(x.requires_grad_(), weight, None, layer).square().sum().backward()
@@ -145,7 +158,10 @@ def test_microbatches_add_up(recipe):
     assert found[Role.WEIGHT].elements == 32 * 64  # the same for both
     assert found[Role.INPUT].amax == max(float(x.detach().abs().max()) for x in inputs)
     if not isinstance(recipe, DelayedScaling):
-        assert found[Role.INPUT].scale <= 448 / found[Role.INPUT].amax * (1 + 1e-6)
+        largest = recipe.format_of(Role.INPUT).max
+        # NVFP4 rounds the scale of a block to E4M3, which may enlarge it by 1 / 16.
+        slack = 1 / 15 if isinstance(recipe, NVFP4BlockScaling) else 1e-6
+        assert found[Role.INPUT].scale <= largest / found[Role.INPUT].amax * (1 + slack)
     assert state.stats.latest("nothing") == {}
 
 

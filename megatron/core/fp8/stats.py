@@ -109,12 +109,27 @@ def measure(x: torch.Tensor, made: QuantizedTensor, samples: int = 0) -> Tally:
             torch.ones_like(nonfinite),
         ]
     )
+    return Tally(torch.stack([amax.double(), _largest_inverse(made)]), sums.double())
+
+
+def _largest_inverse(made: QuantizedTensor) -> torch.Tensor:
+    """The largest inverse scale, fp64; infinite if one is not usable.
+
+    Under a scale of the whole tensor that of a block may be 0: all its elements became zero.
+    """
     inverse = made.scale_inv.reshape(-1)
-    usable = torch.isfinite(inverse) & (inverse > 0)
-    worst = values.new_zeros(())
-    if inverse.numel():
-        worst = torch.where(usable, inverse, torch.inf).amax()
-    return Tally(torch.stack([amax.double(), worst.double()]), sums.double())
+    if not inverse.numel():
+        return torch.zeros((), dtype=torch.float64, device=inverse.device)
+    above = made.tensor_inv
+    usable = torch.isfinite(inverse) & ((inverse > 0) if above is None else (inverse >= 0))
+    largest = torch.where(usable, inverse, torch.inf).amax().double()
+    return largest if above is None else largest * above.double()
+
+
+def _limit(made: QuantizedTensor) -> torch.Tensor:
+    """The largest value that each element could have become, fp64; broadcasts."""
+    limit = made.expanded_scale_inv().double() * made.fmt.max
+    return limit if made.tensor_inv is None else limit * made.tensor_inv.double()
 
 
 def _amax_and_nonfinite(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,8 +148,7 @@ def _sample(
     """Elements of `x`, the same quantized, and their largest values that can be represented."""
     rows, cols = x.shape
     if not samples or x.numel() <= samples:
-        limit = made.expanded_scale_inv().double() * made.fmt.max
-        return x.double(), made.dequantize().double(), limit
+        return x.double(), made.dequantize().double(), _limit(made)
     row, col = _places(rows, cols, samples, x.device)
     data, inverse = made.data, made.scale_inv
     codes = data if made.is_held else data.view(torch.uint8)
@@ -143,8 +157,7 @@ def _sample(
         inverse = inverse[row // made.block[0], col // made.block[1]].unsqueeze(0)
     block = None if made.block is None else (1, 1)
     few = replace(made, data=taken.unsqueeze(0), scale_inv=inverse, block=block)
-    limit = few.expanded_scale_inv().double() * made.fmt.max
-    return x[row, col].double().unsqueeze(0), few.dequantize().double(), limit
+    return x[row, col].double().unsqueeze(0), few.dequantize().double(), _limit(few)
 
 
 @lru_cache(maxsize=64)
