@@ -72,6 +72,17 @@ def test_every_figure_by_hand():
     assert found.snr_db == pytest.approx(10 * math.log10(energy / noise), abs=1e-3)
 
 
+def test_where_saturation_begins():
+    made = replace(cast(torch.ones(1, 1)), scale_inv=torch.tensor(1.0))
+    assert stats_of(torch.full((1, 1), 464.0), made).saturated == 0.0
+    assert stats_of(torch.full((1, 1), 464.1), made).saturated == 1.0
+    grad = replace(cast(torch.ones(1, 1), role=Role.GRAD_OUTPUT), scale_inv=torch.tensor(1.0))
+    assert stats_of(torch.full((1, 1), 61440.0), grad).saturated == 0.0
+    assert stats_of(torch.full((1, 1), 61441.0), grad).saturated == 1.0
+    many = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    assert stats_of(many, cast(many, NVFP4BlockScaling())).saturated == 0.0
+
+
 def test_a_tensor_at_the_limit_is_not_saturated():
     for seed in range(20):  # the scale is rounded, and so is its inverse
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
@@ -243,6 +254,13 @@ def test_products_that_a_policy_keeps_in_high_precision_cast_less():
         assert stats.uncast == ()
         found[recipe] = set(stats.latest("decoder.layers.0.mlp.linear_fc1"))
     assert list(found.values()) == [{Role.INPUT, Role.GRAD_OUTPUT}] * 2
+
+
+def test_fp4_runs_are_measured():
+    fields = {"fp8_format": None, "fp4_format": "e2m1", "fp8_stats_interval": 1}
+    _, stats = trained(**fields)
+    assert len(stats.figures) == 8
+    assert all(10 < roles[Role.INPUT].snr_db < 30 for roles in stats.figures.values())
 
 
 def test_without_fp8_there_is_nothing_to_measure():

@@ -26,8 +26,6 @@ from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_reduce_, gather_objects
 
-# Scale times magnitude may exceed the format's maximum by the rounding of both, not by more.
-_ROUNDING = 1.0 + 1e-6
 _SUMS = ("elements", "saturated", "underflow", "signal", "noise", "nonfinite", "casts")
 _Key = tuple[str, Role]
 _Numbers = tuple[_Key, list[float], list[float]]
@@ -41,7 +39,8 @@ class RoleStats:
         amax: Largest magnitude, of all elements; infinite if an element is. NaN is ignored.
         scale: The smallest multiplier in use, which is that of the block with the largest
             magnitudes; 0 if there was one that is no number.
-        saturated: Share of elements beyond the format's largest value, 0 to 1.
+        saturated: Share of elements beyond the format's largest value by more than rounding
+            takes care of (of E4M3 beyond 464, not 448), 0 to 1.
         underflow: Share of elements that are not zero and became zero, 0 to 1.
         snr_db: Energy of the tensor over energy of its error, in decibels; infinite if the cast
             was exact, NaN if all elements are zero, minus infinite if the error is no number.
@@ -101,7 +100,7 @@ def measure(x: torch.Tensor, made: QuantizedTensor, samples: int = 0) -> Tally:
     sums = torch.stack(
         [
             finite.sum(),
-            (values.abs() > limit * _ROUNDING).sum(),
+            (values.abs() > limit).sum(),
             ((values != 0) & (quantized == 0)).sum(),
             values.square().sum(),
             error.square().sum(),
@@ -127,8 +126,14 @@ def _largest_inverse(made: QuantizedTensor) -> torch.Tensor:
 
 
 def _limit(made: QuantizedTensor) -> torch.Tensor:
-    """The largest value that each element could have become, fp64; broadcasts."""
-    limit = made.expanded_scale_inv().double() * made.fmt.max
+    """What each element may be before it counts as saturated, fp64; broadcasts.
+
+    Half a step above the largest value, up to where rounding alone leads there: the scale of an
+    FP4 block is rounded so coarsely that a block's largest element is often a little above.
+    """
+    fmt = made.fmt
+    step = 2.0 ** (math.floor(math.log2(fmt.max)) - fmt.mantissa_bits)
+    limit = made.expanded_scale_inv().double() * (fmt.max + step / 2)
     return limit if made.tensor_inv is None else limit * made.tensor_inv.double()
 
 
@@ -145,7 +150,7 @@ def _amax_and_nonfinite(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _sample(
     x: torch.Tensor, made: QuantizedTensor, samples: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Elements of `x`, the same quantized, and their largest values that can be represented."""
+    """Elements of `x`, the same quantized, and from where they count as saturated."""
     rows, cols = x.shape
     if not samples or x.numel() <= samples:
         return x.double(), made.dequantize().double(), _limit(made)
