@@ -198,8 +198,9 @@ class LinearPrecision:
 
     def column(self, role: Role, kept: Operand, *, seed: int = 0) -> QuantizedTensor:
         """As `Quantizer.column`; the collector takes note where it is the tensor's only cast."""
-        made = self._quantizers[role].seeded(seed).column(kept)
-        if isinstance(kept, torch.Tensor) and not self.decision.dgrad:
+        quantizer = self._quantizers[role].seeded(seed)
+        made = quantizer.column(kept)
+        if isinstance(kept, torch.Tensor) and not self.decision.dgrad and not quantizer.mixes:
             self._note(role, kept.t(), made)
         return made
 
