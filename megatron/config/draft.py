@@ -255,6 +255,10 @@ def _derive_data(c: Draft) -> None:
         c.fill("padded_vocab_size", padded)
 
 
+def _derive_replicas(c: Draft) -> None:
+    c.fill("grad_reduce_dtype", "bf16" if c.grad_reduce_in_bf16 else "fp32")
+
+
 def _notice_gradient_format(c: Draft) -> None:
     for recipe in fp8_policy.hybrid_recipes(c):
         if published_format(recipe) != "e4m3":
@@ -282,6 +286,7 @@ _STEPS: tuple[Callable[[Draft], None], ...] = (
     _derive_mesh,
     _derive_experts,
     _derive_duration,
+    _derive_replicas,
     _notice_early_end,
     _notice_gradient_format,
     _derive_data,

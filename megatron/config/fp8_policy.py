@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron.config.fp8 import recipe_of
 from megatron.config.moe import moe_layers
 from megatron.config.problems import Problem
 from megatron.config.schema import SPECS
@@ -23,6 +24,7 @@ from megatron.config.yaml_text import read_text
 
 FLAG = "--fp8-policy"
 PLAIN = "bf16"
+ATTENTION = "core_attention"
 GEMMS = ("fprop", "dgrad", "wgrad")
 KEYS = ("module", "layers", "recipe", "format", *GEMMS, "reason")
 EXAMPLE = 'Write rules such as `- {module: "*.mlp.linear_fc2", recipe: bf16}` below `rules:`'
@@ -32,7 +34,7 @@ _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 
 def recipes() -> tuple[str, ...]:
     """Every recipe that a rule may name."""
-    return SPECS["fp8_recipe"].setting.choices
+    return (*SPECS["fp8_recipe"].setting.choices, *SPECS["fp4_recipe"].setting.choices)
 
 
 def formats() -> tuple[str, ...]:
@@ -272,16 +274,19 @@ def _rule(number: int, entry: dict[str, Any]) -> PolicyRule:
 # -- the layers of a model ------------------------------------------------------------------------
 
 
-def linear_paths(c: Any) -> list[str]:
-    """Paths of the linear layers that FP8 is for, experts of one matrix as one.
+def fp8_paths(c: Any) -> list[str]:
+    """Paths of what FP8 is for: linear layers, experts of one matrix as one, and FP8 attention.
 
     Args:
         c: Anything with the settings' names, of which the model's can be read.
     """
     paths = []
+    attention = ["linear_qkv", "linear_proj"]
+    if c.fp8_dot_product_attention:
+        attention.insert(1, ATTENTION)
     for number, has_experts in enumerate(moe_layers(c)):
         layer = f"decoder.layers.{number}"
-        paths += [f"{layer}.self_attention.linear_qkv", f"{layer}.self_attention.linear_proj"]
+        paths += [f"{layer}.self_attention.{name}" for name in attention]
         mlps = ["mlp"]
         if has_experts:
             mlps = ["mlp.experts"]
@@ -314,19 +319,20 @@ def recipes_in_use(c: Any) -> set[str]:
     """Names of the recipes that at least one layer runs in; `bf16` is none.
 
     Args:
-        c: A configuration, finished or not; without FP8 there are none.
+        c: A configuration, finished or not; without FP8 or FP4 there are none.
     """
-    if c.fp8_format is None:
+    own = recipe_of(c)
+    if own is None:
         return set()
     rules = _policy_of(c).rules
     if not rules:
-        return {c.fp8_recipe}
+        return {own}
     return {recipe for path in _paths_if_known(c) if (recipe := recipe_at(c, rules, path)) != PLAIN}
 
 
 def hybrid_recipes(c: Any) -> list[str]:
     """Names of the recipes that are used with `hybrid`, in alphabetical order."""
-    if c.fp8_format is None:
+    if recipe_of(c) is None:
         return []
     rules = _policy_of(c).rules
     found = {c.fp8_recipe} if c.fp8_format == "hybrid" and not rules else set()
@@ -342,11 +348,18 @@ def recipe_at(c: Any, rules: Sequence[PolicyRule], path: str) -> str:
     if kept_by_edges(c, path):
         return PLAIN
     rule = deciding(rules, path)
-    return str(c.fp8_recipe if rule is None or rule.recipe is None else rule.recipe)
+    return str(recipe_of(c) if rule is None or rule.recipe is None else rule.recipe)
+
+
+def attention_recipes(c: Any) -> list[str]:
+    """Names of the recipes that FP8 attention gets, in alphabetical order; `bf16` is none."""
+    rules = _policy_of(c).rules
+    paths = [path for path in _paths_if_known(c) if path.endswith(f".{ATTENTION}")]
+    return sorted({recipe_at(c, rules, path) for path in paths} - {PLAIN})
 
 
 def some_layers_plain(c: Any) -> bool:
-    """Whether some linear layers of an FP8 run compute in high precision, always or at first."""
+    """Whether some layers of an FP8 run compute in high precision, always or at first."""
     if c.fp8_warmup_iters:
         return True
     rules = _policy_of(c).rules
@@ -356,7 +369,7 @@ def some_layers_plain(c: Any) -> bool:
 def _paths_if_known(c: Any) -> list[str]:
     """The model's paths; none where another rule says what is wrong with it."""
     try:
-        return linear_paths(c) if isinstance(c.num_layers, int) else []
+        return fp8_paths(c) if isinstance(c.num_layers, int) else []
     except ValueError:
         return []
 
@@ -376,6 +389,10 @@ def problems(c: Any) -> Iterator[Problem]:
         return
     open_paths = [path for path in paths if not kept_by_edges(c, path)]
     for rule in policy.rules:
+        recipe = rule.recipe or recipe_of(c)
+        if rule.fp8_format and recipe in SPECS["fp4_recipe"].setting.choices:
+            got = f"rule {rule.number}: format: {rule.fp8_format} with {recipe} in {where}"
+            yield Problem((FLAG,), got, f"{recipe} is a recipe of FP4", "Remove the format")
         stray = [one for one in rule.modules if not any(fnmatchcase(p, one) for p in paths)]
         for pattern in stray:
             got = f"rule {rule.number}: module: {pattern} in {where}"
@@ -383,6 +400,12 @@ def problems(c: Any) -> Iterator[Problem]:
         if stray:
             continue
         taken = {deciding(policy.rules, path) for path in open_paths if rule.fits(path)}
+        own = [path for path in paths if rule.fits(path)]
+        if rule.gemms and own and all(path.endswith(f".{ATTENTION}") for path in own):
+            got = f"rule {rule.number}: {rule.gemms[0][0]} in {where}"
+            why = "Only linear layers have these products"
+            fix = "Give attention a recipe or bf16; --no-fp8-dpa-bwd is for its backward products"
+            yield Problem((FLAG,), got, why, fix)
         if rule not in taken:
             got = f"rule {rule.number} in {where}"
             yield Problem((FLAG,), got, *_decides_nothing(rule, taken, paths, c.num_layers))

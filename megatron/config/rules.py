@@ -13,6 +13,7 @@ from megatron.config import (
     rules_overlap,
     rules_parallel,
     rules_pipeline,
+    rules_replicas,
     rules_training,
 )
 from megatron.config.draft import Draft
@@ -29,6 +30,7 @@ _LISTED = (
     rules_guards,
     rules_moe,
     rules_parallel,
+    rules_replicas,
     rules_overlap,
     rules_pipeline,
     rules_training,

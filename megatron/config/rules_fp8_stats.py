@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.draft import Draft
+from megatron.config.fp8 import recipe_of
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import flag_of
 
@@ -15,7 +16,7 @@ def fp8_stats_counts_are_not_negative(c: Draft) -> Iterator[Problem]:
     for name, zero in (("fp8_stats_interval", "never"), ("fp8_stats_samples", "every element")):
         value = getattr(c, name)
         if value < 0:
-            yield Problem((flag_of(name),), value, f"0 means {zero}", "Use 0 or more")
+            yield Problem((flag_of(name),), value, f"The value 0 means {zero}", "Use 0 or more")
 
 
 @rule
@@ -38,7 +39,7 @@ def fp8_dump_needs_measured_steps(c: Draft) -> Iterator[Problem]:
     if not c.fp8_debug_dump:
         return
     flags = (flag_of("fp8_debug_dump"),)
-    if not c.fp8_format:
+    if recipe_of(c) is None:
         yield Problem(flags, c.fp8_debug_dump, "The run is not in FP8", "Add --fp8-format")
     elif not c.fp8_stats_interval:
         why = "With --fp8-stats-interval 0 no step is measured, and the file would stay empty"

@@ -12,6 +12,7 @@ from megatron.config.data import DataConfig
 from megatron.config.draft import Draft, derive
 from megatron.config.fp8 import Fp8Config
 from megatron.config.fp8_attention import Fp8AttentionConfig
+from megatron.config.fp8_dp import Fp8ReplicasConfig
 from megatron.config.fp8_guards import Fp8GuardsConfig
 from megatron.config.fp8_stats import Fp8StatsConfig
 from megatron.config.logging import LoggingConfig
@@ -46,6 +47,7 @@ class RunConfig:
     fp8_guards: Fp8GuardsConfig
     fp8_stats: Fp8StatsConfig
     parallel: ParallelConfig
+    fp8_dp: Fp8ReplicasConfig
     training: TrainingConfig
     data: DataConfig
     checkpoint: CheckpointConfig

@@ -147,8 +147,14 @@ def precision_table(lines: Sequence[PrecisionLine], changed: bool = False) -> st
     ]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     layers = [x for x in lines if x.gemm in ("all", "fprop") and not x.module.endswith(_NOT_LINEAR)]
-    in_fp8 = sum(x.count for x in layers if x.delivered.startswith("fp8"))
-    text = [f"precision: {in_fp8} of {sum(x.count for x in layers)} linear layers in FP8"]
+    in_fp8, in_fp4 = (
+        sum(x.count for x in layers if x.delivered.startswith(kind)) for kind in ("fp8", "fp4")
+    )
+    every = f"of {sum(x.count for x in layers)} linear layers"
+    if in_fp4 and not in_fp8:
+        text = [f"precision: {in_fp4} {every} in FP4"]
+    else:
+        text = [f"precision: {in_fp8} {every} in FP8" + (f", {in_fp4} in FP4" if in_fp4 else "")]
     if changed:
         held = (x for x in lines if x.requested != x.delivered)
         text += dict.fromkeys(f"  {x.module}: {x.delivered}, {x.reason}" for x in held)

@@ -96,8 +96,8 @@ def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:
     )
     raise PrecisionError(
         complaint(
-            "--fp8-format",
-            f"{len(fallen)} GEMM(s) without FP8",
+            "--fp4-format" if fallen[0].requested.startswith("fp4") else "--fp8-format",
+            f"{len(fallen)} GEMM(s) without {fallen[0].requested[:3].upper()}",
             listed,
             "Pass --fp8-allow-fallback to train like this all the same, or change what stops it",
         )

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.errors import BackendUnavailable, complaint
 from megatron.core.fp8 import Fp8State
+from megatron.core.fp8.primary import weights_in_fp8
 from megatron.core.fp8.ranges import Ranges
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import ParallelState
@@ -30,6 +31,9 @@ from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.checkpoint_config import read_common, saved_settings
 from megatron.training.initialize import Runtime
+from megatron.training.residual_entries import Residual
+
+_WIRE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ class Parts:
     fp8: Fp8State
     rng: RngStreams
     weight_grads: WeightGradQueue | None = None
+
+    def residual(self, cfg: RunConfig, mesh: ParallelState) -> Residual | None:
+        """What FP8 gradient reductions keep for the next step; None if they keep nothing."""
+        keep_sum = cfg.ckpt_grad_residual == "sum"
+        return Residual(self.ddp, mesh, keep_sum) if self.ddp.keeps_residual else None
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ def build_gpt(
         weight_grads: Where linear layers may put off their weight gradients.
     """
     fp8 = Fp8State.from_config(cfg, runtime.device)
-    rng = RngStreams(cfg.seed, runtime.mesh, runtime.device)
+    fp8.rng = rng = RngStreams(cfg.seed, runtime.mesh, runtime.device)
     build = Build(
         config=cfg,
         mesh=runtime.mesh,
@@ -134,7 +143,8 @@ def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
     Raises:
         BackendUnavailable: The backend's linear layers cannot do what the pipeline schedule needs.
     """
-    weight_grads = _weight_grad_queue(cfg, runtime)
+    _check_backend(cfg, runtime)
+    weight_grads = WeightGradQueue() if cfg.pipeline_schedule == "zb-h1" else None
     model, fp8, rng = build_gpt(cfg, runtime, weight_grads)
     mesh = runtime.mesh
     ddp = DistributedDataParallel(
@@ -143,25 +153,29 @@ def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
         expert_dp_axis=mesh.edp_inner,
         outer_axis=mesh.dp_cp_outer,
         expert_outer_axis=mesh.edp_outer,
-        reduce_dtype=torch.bfloat16 if cfg.grad_reduce_in_bf16 else torch.float32,
+        reduce_dtype=_WIRE_TYPES[cfg.grad_reduce_dtype],
+        error_feedback=cfg.grad_reduce_error_feedback,
         sharded=cfg.use_distributed_optimizer,
         bucket_size=cfg.ddp_bucket_size,
         num_buckets=cfg.ddp_num_buckets,
         overlap_reduce=cfg.overlap_grad_reduce,
         overlap_gather=cfg.overlap_param_gather,
         weight_grads=weight_grads,
+        fp8_weights=dict(weights_in_fp8(model)) if cfg.fp8_param_gather else None,
     )
     shards = ddp if cfg.use_distributed_optimizer else None
     optimizer = build_optimizer(cfg, model, mesh, shards)
     scheduler = build_scheduler(cfg, optimizer)
+    optimizer.refresh_model_params()
+    ddp.finish_param_sync()
     return Parts(model, ddp, optimizer, scheduler, fp8, rng, weight_grads)
 
 
-def _weight_grad_queue(cfg: RunConfig, runtime: Runtime) -> WeightGradQueue | None:
-    """Return what weight passes need; None for a schedule without them."""
-    if cfg.pipeline_schedule != "zb-h1":
-        return None
-    if runtime.backend.name != "native":
+def _check_backend(cfg: RunConfig, runtime: Runtime) -> None:
+    """Refuse what only native layers can do."""
+    if runtime.backend.name == "native":
+        return
+    if cfg.pipeline_schedule == "zb-h1":
         raise BackendUnavailable(
             complaint(
                 "--pipeline-schedule",
@@ -170,7 +184,15 @@ def _weight_grad_queue(cfg: RunConfig, runtime: Runtime) -> WeightGradQueue | No
                 "Use --transformer-impl native, or --pipeline-schedule 1f1b",
             )
         )
-    return WeightGradQueue()
+    if cfg.fp8_param_gather:
+        raise BackendUnavailable(
+            complaint(
+                "--fp8-param-gather",
+                f"it with {runtime.backend.name}",
+                "Its linear layers keep weights that they quantize themselves",
+                "Use --transformer-impl native, or remove the flag",
+            )
+        )
 
 
 def count_parameters(model: torch.nn.Module, mesh: ParallelState) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron.training import random_state
 from megatron.training.providers import Parts
@@ -43,8 +44,13 @@ class Snapshot:
     def __init__(self, parts: Parts, *, on_device: bool) -> None:
         self._parts = parts
         self._copies = [_room_for(one, on_device) for one in changing_tensors(parts)]
+        # What FP8 gradient reductions still owe, by parameter.
+        self._residuals: dict[nn.Parameter, torch.Tensor] = {}
+        self._on_device = on_device
         self._plain: dict[str, Any] = {}
         self.num_bytes = sum(one.nbytes for one in self._copies)
+        if parts.ddp.keeps_residual:
+            self.num_bytes += sum(4 * one.numel() for one in parts.ddp.trained_params)
 
     @torch.no_grad()
     def take(self, extra: Mapping[str, Any]) -> None:
@@ -59,6 +65,14 @@ class Snapshot:
         parts.ddp.finish_param_sync()
         for kept, live in zip(self._copies, changing_tensors(parts), strict=True):
             kept.copy_(live, non_blocking=True)
+        if parts.ddp.keeps_residual:
+            owed = parts.ddp.residuals()
+            self._residuals = {
+                param: self._residuals.get(param, _room_for(one, self._on_device))
+                for param, one in owed.items()
+            }
+            for param, kept in self._residuals.items():
+                kept.copy_(owed[param], non_blocking=True)
         self._plain = {
             "optimizer": parts.optimizer.scalars(),
             "scheduler": parts.scheduler.state_dict(),
@@ -78,6 +92,10 @@ class Snapshot:
         parts.ddp.finish_param_sync()
         for kept, live in zip(self._copies, changing_tensors(parts), strict=True):
             live.copy_(kept, non_blocking=True)
+        if parts.ddp.keeps_residual:
+            owed = parts.ddp.residuals(fresh=True)
+            for param, kept in self._residuals.items():
+                owed[param].copy_(kept, non_blocking=True)
         parts.optimizer.load_scalars(plain["optimizer"])
         parts.scheduler.load_state_dict(plain["scheduler"])
         parts.optimizer.write_model_params()

@@ -201,11 +201,32 @@ class TrainStep:
             iteration: Its number, counted from 1; dropout depends on it.
             consumed_samples: Samples read before it; the data depend on it.
         """
+        self.gradients(iteration, consumed_samples)
+        skip = self._skip_non_finite and not math.isfinite(self._loss)
+        update = self.parts.optimizer.step(self._grad_norm, skip=skip)
+        if update.success:
+            self.parts.scheduler.step(self._batch_size)
+        else:
+            self.parts.ddp.drop_residual()
+        report = MoeReport() if self._moe is None else self._moe.finish(update.success)
+        return StepOutcome(self._loss, self._tokens, update, report)
+
+    def gradients(self, iteration: int, consumed_samples: int) -> float:
+        """Run the forward and backward passes of an iteration; the parameters stay. Collective.
+
+        Args:
+            iteration: As for `run`.
+            consumed_samples: As for `run`.
+
+        Returns:
+            The mean loss. The gradient is left in the parameters' buffers.
+        """
         self.iteration = iteration
         self.parts.fp8.begin(iteration)
+        self.parts.optimizer.refresh_model_params()
         self._sums.zero_()
         self._batches.start(consumed_samples)
-        self.parts.ddp.zero_grad_buffer()
+        self.parts.ddp.zero_grad_buffer(self.parts.optimizer.backward_scale)
         stats = self.parts.fp8.stats
         if stats is not None:
             stats.begin_step(iteration)
@@ -217,12 +238,7 @@ class TrainStep:
         self._runner.run(self._actions)
         if stats is not None:
             stats.end_step(watched.layers(self.parts.fp8))
-        skip = self._skip_non_finite and not math.isfinite(self._loss)
-        update = self.parts.optimizer.step(self._grad_norm, skip=skip)
-        if update.success:
-            self.parts.scheduler.step(self._batch_size)
-        report = MoeReport() if self._moe is None else self._moe.finish(update.success)
-        return StepOutcome(self._loss, self._tokens, update, report)
+        return self._loss
 
     # -- what the runner asks for ---------------------------------------------------------------
 
@@ -262,7 +278,9 @@ class TrainStep:
 @torch.no_grad()
 def parameters_are_finite(parts: Parts, world: Axis) -> bool:
     """Return whether every parameter on every rank is a number. Collective."""
-    finite = [torch.isfinite(p).all() for p in parts.model.parameters()]
+    held: list[torch.Tensor] = [p for p in parts.model.parameters() if not parts.ddp.is_in_fp8(p)]
+    held += [slot.master for slot in parts.optimizer.slots if parts.ddp.is_in_fp8(slot.param)]
+    finite = [torch.isfinite(tensor).all() for tensor in held]
     flag = torch.stack(finite).all().float().reshape(1)
     return bool(all_reduce_(flag, world, "min").item())
 
@@ -295,6 +313,7 @@ def evaluate(
     work = _Evaluation(runtime, parts, source)
     runner = Runner(work, transport=pipes_of(cfg, runtime))
     actions = checked_schedule(cfg, training=False)[mesh.pp.rank]
+    parts.optimizer.refresh_model_params()
     parts.ddp.eval()
     try:
         with parts.fp8.not_recording():

@@ -153,6 +153,7 @@ class Trainer:
                 scheduler=self._parts.scheduler,
                 fp8=self._parts.fp8,
                 progress=self.progress,
+                residual=self._parts.residual(cfg, self.mesh),
                 guards=self.guards,
                 say=self._say,
             )
@@ -412,6 +413,7 @@ class Trainer:
                 scheduler=parts.scheduler,
                 fp8=parts.fp8,
                 progress=self.progress,
+                residual=parts.residual(self.config, self.mesh),
                 guards=self.guards,
                 say=self._say,
             )

@@ -26,6 +26,14 @@ LAYOUTS = {
         **DELAYED,
     },  # fmt: skip
     "dp2 sharded": {**SHARDED, **DELAYED},
+    "dp2 all in fp8": {
+        **SHARDED,
+        **DELAYED,
+        "grad_reduce_dtype": "fp8",
+        "fp8_param_gather": True,
+        "fp8_dot_product_attention": True,
+    },
+    "dp2 gradients in fp8": {**DELAYED, "grad_reduce_dtype": "fp8"},
     "pp2 sharded moments": {
         "pipeline_model_parallel_size": 2,
         "bf16": True,

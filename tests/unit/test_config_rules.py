@@ -77,6 +77,40 @@ REFUSED = [
     ({"fp8_recipe": "mxfp8"}, "--fp8-recipe", ["Add --fp8-format e4m3"]),
     ({"fp8_amax_history_len": 16}, "--fp8-amax-history-len", ["--fp8-format"]),
     ({"fp8_wgrad": False}, "--no-fp8-wgrad", ["--fp8-format"]),
+    ({**FP8, "fp4_format": "e2m1"}, "--fp8-format", ["hybrid and e2m1", "Remove one"]),
+    ({"fp4_format": "e2m1", "fp8_recipe": "mxfp8"}, "--fp8-recipe", ["no --fp8-format"]),
+    (
+        {"fp4_format": "e2m1", "fp8_dot_product_attention": True},
+        "--fp8-dot-product-attention",
+        ["no products in FP4"],
+    ),
+    ({"fp4_format": "e2m1", "fp8_warmup_iters": 9, "train_iters": 9}, "--fp8-warmup-iters", []),
+    ({"fp4_recipe": "custom"}, "--fp4-recipe", ["Custom", "Use --fp4-recipe nvfp4"]),
+    (
+        {"fp4_format": "e2m1", "transformer_impl": "transformer_engine", "ffn_hidden_size": 200},
+        "--ffn-hidden-size",
+        ["FP4 products", "192 or 208", "--fp4-format"],
+    ),
+    (
+        {**FP8, "fp8_recipe": "mxfp8", "fp8_emulate_accumulation": "hopper"},
+        "--fp8-emulate-accumulation",
+        ["no products", "blockwise"],
+    ),
+    (
+        {**TE_FP8, "fp8_emulate_accumulation": "hopper"},
+        "--fp8-emulate-accumulation",
+        ["not emulated", "--transformer-impl native"],
+    ),
+    (
+        {**FP8, "fp8_emulate_accumulation": "hopper", "fp8_emulation": "fast"},
+        "--fp8-emulate-accumulation",
+        ["Remove --fp8-emulation"],
+    ),
+    (
+        {"fp8_emulate_accumulation": "hopper"},
+        "--fp8-emulate-accumulation",
+        ["Add --fp8-format"],
+    ),
     (
         {**FP8, "fp8_recipe": "tensorwise", "fp8_amax_history_len": 16},
         "--fp8-amax-history-len",
@@ -90,6 +124,9 @@ REFUSED = [
     ),
     ({**FP8, "fp8_amax_history_len": 0}, "--fp8-amax-history-len", ["at least 1"]),
     ({"fp8_warmup_iters": 5}, "--fp8-warmup-iters", ["no --fp8-format"]),
+    ({"fp8_stats_samples": -1}, "--fp8-stats-samples", ["every element"]),
+    ({"fp8_alert_saturation": 2.0}, "--fp8-alert-saturation", ["0 to 1"]),
+    ({"fp8_debug_dump": "scales.jsonl"}, "--fp8-debug-dump", ["not in FP8"]),
     (
         {**FP8, "fp8_warmup_iters": 10, "train_iters": 10},
         "--fp8-warmup-iters",
@@ -169,6 +206,41 @@ REFUSED = [
         {"overlap_param_gather": True, "overlap_grad_reduce": True},
         "--overlap-param-gather",
         ["Add --use-distributed-optimizer,"],
+    ),
+    (
+        {"grad_reduce_dtype": "fp8", "grad_reduce_in_bf16": True},
+        "--grad-reduce-dtype",
+        ["got fp8 with --grad-reduce-in-bf16", "Remove one"],
+    ),
+    (
+        {"grad_reduce_dtype": "fp32", "grad_reduce_in_bf16": True},
+        "--grad-reduce-dtype",
+        ["got fp32 with --grad-reduce-in-bf16"],
+    ),
+    (
+        {"grad_reduce_error_feedback": False},
+        "--no-grad-reduce-error-feedback",
+        ["got --grad-reduce-dtype fp32", "Add --grad-reduce-dtype fp8"],
+    ),
+    (
+        {"ckpt_grad_residual": "sum"},
+        "--ckpt-grad-residual",
+        ["sum with --grad-reduce-dtype fp32", "keeps nothing"],
+    ),
+    (
+        {"fp8_param_gather": True, "use_distributed_optimizer": True, "bf16": True},
+        "--fp8-param-gather",
+        ["without --fp8-format"],
+    ),
+    (
+        {"fp8_param_gather": True, "fp8_format": "hybrid", "bf16": True},
+        "--fp8-param-gather",
+        ["Add --use-distributed-optimizer"],
+    ),
+    (
+        {"fp8_param_gather": True, "fp8_format": "hybrid", "use_distributed_optimizer": True},
+        "--fp8-param-gather",
+        ["float32", "Add --bf16"],
     ),
     ({"ddp_bucket_size": 0}, "--ddp-bucket-size", ["got 0", "at least one"]),
     (
@@ -613,8 +685,10 @@ ACCEPTED = [
     {**FP8, **ATTENTION, "fp8_recipe": "tensorwise", "recompute_granularity": "selective"},
     {**FP8},  # float32 parameters
     {**FP8, "fp16": True},
-    {**FP8, "fp8_recipe": "blockwise"},
+    {**FP8, "fp8_recipe": "blockwise", "fp8_emulate_accumulation": "hopper"},
     {**FP8, "fp8_recipe": "mxfp8", "first_last_layers_bf16": True},
+    {"fp4_format": "e2m1", "first_last_layers_bf16": True, "fp8_wgrad": False},
+    {"fp4_format": "e2m1", "hidden_size": 60, "seq_length": 31},
     {**FP8, "seq_length": 31},  # the native backend pads inside the product
     {**FP8, "hidden_size": 60, "ffn_hidden_size": 100},
     {**TE_FP8, "fp8_recipe": "mxfp8", "seq_length": 64},
@@ -779,9 +853,11 @@ def test_rules_are_listed_by_subject():
         "guards",
         "moe",
         "parallel",
+        "replicas",
         "overlap",
         "pipeline",
         "training",
+        "stats",
         "data",
     ]
     assert len(list(dict.fromkeys(modules))) == len(

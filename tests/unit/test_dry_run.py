@@ -73,6 +73,10 @@ class TestTheCommand:
         assert "precision: 8 of 9 linear layers in FP8" in out
         assert "_scaled_mm e4m3xe4m3" in out
         assert re.search(r"amax +all_reduce +tp-cp-dp +4 +1 ", out)
+        _, later, _ = run(capsys, *MOCK, *FOUR, *fp8, "--fp8-warmup-iters", "1")
+        note = "until iteration 1 nothing is in FP8 (--fp8-warmup-iters)\n"
+        assert later.replace(note, "") == out  # memory and transfers of the part that is in FP8
+        assert note in later
 
     def test_snapshots_are_counted(self, capsys):
         code, out, _ = run(capsys, *MOCK, *FOUR, "--bf16", "--fp8-spike-rollback")

@@ -24,6 +24,7 @@ PRECISIONS = {
     "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
     "mixed": {**DELAYED, "fp8_policy": MIXED},
     "experts": {**DELAYED, "num_experts": 4},
+    "attention": {**DELAYED, "fp8_dot_product_attention": True},
 }
 IN_FP8 = {name: fields for name, fields in PRECISIONS.items() if fields}
 

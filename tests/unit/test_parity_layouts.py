@@ -255,6 +255,7 @@ def test_precisions():
     assert (
         own_precision({"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}) == "fp32+fp8 tensorwise"
     )
+    assert own_precision({"fp4_format": "e2m1", "bf16": True}) == "bf16+fp4 nvfp4"
     assert own_precision({"grad_reduce_in_bf16": True}) != own_precision({}) == ""
     assert in_fp32(fields) == {"num_layers": 2}
 

@@ -274,6 +274,24 @@ def mx_recipe(library: Library, *, fp8_format: str) -> Any:
     return library.recipe.MXFP8BlockScaling(fp8_format=_format(library, fp8_format))
 
 
+def nvfp4_recipe(
+    library: Library,
+    *,
+    disable_rht: bool,
+    disable_stochastic_rounding: bool,
+    disable_2d_quantization: bool,
+) -> Any:
+    """Build Transformer Engine's `NVFP4BlockScaling`.
+
+    Every choice is passed: left out, it would follow the environment of the process.
+    """
+    return library.recipe.NVFP4BlockScaling(
+        disable_rht=disable_rht,
+        disable_stochastic_rounding=disable_stochastic_rounding,
+        disable_2d_quantization=disable_2d_quantization,
+    )
+
+
 def _format(library: Library, name: str) -> Any:
     known = {"hybrid": library.recipe.Format.HYBRID, "e4m3": library.recipe.Format.E4M3}
     if name not in known:
@@ -305,6 +323,7 @@ def autocast(
 _BLOCK_SUPPORT = {
     "blockwise": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
     "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
+    "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
 }
 
 

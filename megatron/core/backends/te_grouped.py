@@ -132,7 +132,7 @@ class _TeGroupedLinear(TeModule):
                 del weight.grad_added_to_main_grad
         x = x.to(weights[0].dtype)
         active = self.precisions[0].active
-        multiple = row_alignment(self.precisions[0])
+        multiple = row_alignment(self.precisions[0], grouped=True)
         places = row_places(counts, multiple) if active else None
         if places is not None:
             places = places.to(x.device)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.config.alignment import alignment_of, nearest_multiples
+from megatron.config.alignment import alignment_of, expert_alignment_of, nearest_multiples
 from megatron.core.backends import te_calls
 from megatron.core.backends.te_calls import Library
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8.attention import AttentionPrecision
+from megatron.core.fp8.nvfp4 import NVFP4BlockScaling
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
 from megatron.core.fp8.recipe import (
     DelayedScaling,
@@ -67,16 +68,31 @@ def te_precision(build: Build, library: Library, *, is_expert: bool = False) -> 
         if not able:
             raise PrecisionError(
                 complaint(
-                    decision.rule or "--fp8-recipe",
+                    decision.rule or f"--{decision.recipe.family}-recipe",
                     decision.recipe.name,
                     f"Transformer Engine cannot run it here: {reason}",
                     "Choose another recipe, or use --transformer-impl native, which emulates it",
                 )
             )
+        _check_type(build, decision.recipe)
     precision = TePrecision(build.path, decision, native.state, native.slots)
     precision.version = library.version
     build.fp8.layers[build.path] = precision
     return precision
+
+
+def _check_type(build: Build, recipe: Recipe) -> None:
+    """Refuse parameters of a type that the library's kernels for a recipe do not take."""
+    mixes = isinstance(recipe, NVFP4BlockScaling) and not recipe.disable_rht
+    if mixes and build.params_dtype != torch.bfloat16:
+        raise PrecisionError(
+            complaint(
+                "--fp4-recipe",
+                f"{recipe.name} with {build.config.params_dtype} parameters",
+                "Transformer Engine's Hadamard transform takes bfloat16 only",
+                "Add --bf16, or use --transformer-impl native",
+            )
+        )
 
 
 class TeAttentionPrecision(AttentionPrecision):
@@ -87,7 +103,8 @@ class TeAttentionPrecision(AttentionPrecision):
     def row(self, product: str) -> PrecisionRow:
         """The line of one product, with Transformer Engine as its kernel."""
         row = super().row(product)
-        reason = row.reason if row.is_fallback or not row.delivered.startswith("fp8") else ""
+        delivered = not row.is_fallback and row.delivered.startswith("fp8")
+        reason = self.decision.rule if delivered else row.reason
         kernel = f"Transformer Engine {self.version[0]}.{self.version[1]} {row.delivered}"
         return replace(row, kernel=kernel, reason=reason)
 
@@ -153,6 +170,13 @@ def te_recipe(library: Library, recipe: Recipe, amax_axis: Axis, *, attention: b
 
 
 def _translate(library: Library, recipe: Recipe, reduce_amax: bool, attention: bool) -> Any:
+    if isinstance(recipe, NVFP4BlockScaling):
+        return te_calls.nvfp4_recipe(
+            library,
+            disable_rht=recipe.disable_rht,
+            disable_stochastic_rounding=recipe.disable_stochastic_rounding,
+            disable_2d_quantization=recipe.disable_2d_quantization,
+        )
     fp8_format = recipe.fp8_format.name.lower()
     if isinstance(recipe, DelayedScaling):
         return te_calls.delayed_recipe(
@@ -186,15 +210,22 @@ def _translate(library: Library, recipe: Recipe, reduce_amax: bool, attention: b
             "FP8 recipe",
             recipe,
             "The Transformer Engine backend has no translation of it",
-            "Use one of the recipes of --fp8-recipe",
+            "Use one of the recipes of --fp8-recipe or --fp4-recipe",
         )
     )
 
 
-def row_alignment(precision: LinearPrecision) -> int:
-    """Multiple in which the library wants tokens now; 1 for any number."""
+def row_alignment(precision: LinearPrecision, *, grouped: bool = False) -> int:
+    """Multiple in which the library wants tokens now; 1 for any number.
+
+    Args:
+        precision: Of the layer.
+        grouped: Whether it is one of several experts.
+    """
     recipe = precision.decision.recipe
-    return alignment_of(recipe.name) if recipe is not None and precision.active else 1
+    if recipe is None or not precision.active:
+        return 1
+    return (expert_alignment_of if grouped else alignment_of)(recipe.name)
 
 
 def check_widths(precision: LinearPrecision, weight: torch.Tensor) -> None:
@@ -218,8 +249,8 @@ def check_widths(precision: LinearPrecision, weight: torch.Tensor) -> None:
                 complaint(
                     precision.path,
                     f"{size} {what} on each rank",
-                    f"FP8 products of Transformer Engine with the recipe {recipe.name} need"
-                    f" multiples of {multiple}",
+                    f"{recipe.family.upper()} products of Transformer Engine with the recipe"
+                    f" {recipe.name} need multiples of {multiple}",
                     f"Make it {near}, or use --transformer-impl native, which takes any size",
                 )
             )

@@ -105,7 +105,8 @@ def delayed_part(recipe: Recipe) -> DelayedScaling:
 
 def register_attention(book: AmaxBook, path: str, recipe: DelayedScaling) -> Slots:
     """Give an attention layer its columns, with limits of the recipe's formats."""
-    return book.register(path, FORWARD_WIDTH, BACKWARD_WIDTH, recipe=recipe)
+    names = {tensor.value: name for tensor, name in COLUMN_NAMES.items()}
+    return book.register(path, FORWARD_WIDTH, BACKWARD_WIDTH, recipe=recipe, names=names)
 
 
 class Pieces:
@@ -176,7 +177,12 @@ class AttentionPrecision:
     @property
     def active(self) -> bool:
         """Whether a forward started now runs in FP8."""
-        return self.decision.recipe is not None and self.state.enabled and not self.suspended
+        return self.decision.recipe is not None and self.state.enabled and not self.held_back
+
+    @property
+    def held_back(self) -> str:
+        """Why attention is held in high precision for now; empty if it is not."""
+        return self.suspended or self.state.held
 
     def quantizes(self, tensor: AttentionTensor) -> bool:
         """Whether the recipe quantizes a tensor."""
@@ -287,16 +293,18 @@ class AttentionPrecision:
         first, second = (recipe.format_of(tensor.role) for tensor in _PRODUCTS[product])
         name = f"fp8 {first.name}x{second.name} {recipe.name}"
         if not self.active:
-            reason = self.suspended or "FP8 is switched off at this step"
-            by_policy = bool(self.suspended)
+            planned = self.held_back or self.state.waits(self.decision.rule)
+            reason = planned or "FP8 is switched off at this step"
             return PrecisionRow(
-                self.path, product, name, plain, "softmax attention", reason, by_policy
+                self.path, product, name, plain, "softmax attention", reason, bool(planned)
             )
         kernel = kernel_name(
             first, second, hardware=False, emulation="exact", device=self.state.device
         )
-        reason = "torch has no attention in FP8" if self.state.hardware else ""
-        return PrecisionRow(self.path, product, name, name, kernel, reason)
+        reasons = [self.decision.rule] if self.decision.rule else []
+        if self.state.hardware:
+            reasons.append("torch has no attention in FP8")
+        return PrecisionRow(self.path, product, name, name, kernel, "; ".join(reasons))
 
 
 def decide_attention(decision: Decision, choice: AttentionChoice) -> Decision:
@@ -325,4 +333,4 @@ def decide_attention(decision: Decision, choice: AttentionChoice) -> Decision:
                 " attention in high precision",
             )
         )
-    return decision
+    return Decision(recipe, rule=decision.rule)  # rules for single products are for linear layers

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.comm_log import AS_IT_IS, Packing
+from megatron.core.fp8.formats import E4M3
 from megatron.core.fp8.gemm import Operand, Product, ready
+from megatron.core.fp8.kernels import fp4
 from megatron.core.fp8.scales import from_e8m0, to_e8m0
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
@@ -24,7 +26,8 @@ def to_wire(rows: Operand) -> torch.Tensor:
     """What is sent of `[rows, cols]`: the tensor, or the bytes of a quantized one.
 
     With scales for blocks, a line of what is sent is a row of blocks: the bytes of all its rows,
-    then its scales, powers of two in one byte each.
+    then its scales, powers of two in one byte each. FP4 travels as two codes a byte and scales in
+    E4M3; the scale of the tensor is one that all ranks share.
     """
     if not isinstance(rows, QuantizedTensor):
         return rows.contiguous()
@@ -32,8 +35,11 @@ def to_wire(rows: Operand) -> torch.Tensor:
     if rows.block is None:
         return codes
     scales = rows.scale_inv.contiguous()
-    packed = to_e8m0(scales) if rows.power_of_two else scales.view(torch.uint8)
     lines = codes.reshape(scales.shape[0], rows.block[0] * codes.shape[1])
+    if rows.tensor_inv is not None:
+        lines, packed = fp4.pack(lines), scales.to(E4M3.torch_dtype).view(torch.uint8)
+    else:
+        packed = to_e8m0(scales) if rows.power_of_two else scales.view(torch.uint8)
     return torch.cat([lines, packed], dim=1)
 
 
@@ -49,6 +55,9 @@ def packing_of(rows: Operand, itemsize: int) -> Packing:
     if rows.block is None:
         return Packing(1, 0, itemsize)
     elements = rows.block[0] * rows.shape[1]
+    if rows.tensor_inv is not None:
+        scales = rows.scale_inv.shape[1]
+        return Packing(-(-elements // 2) + scales, scales, elements * itemsize)
     scales = rows.scale_inv.shape[1] * (1 if rows.power_of_two else 4)
     return Packing(elements + scales, scales, elements * itemsize)
 
@@ -76,10 +85,14 @@ def from_wire(sent: torch.Tensor, like: Operand) -> Operand:
 def from_lines(sent: torch.Tensor, like: QuantizedTensor) -> QuantizedTensor:
     """The rows of blocks that the lines `sent` stand for, in the form of `like`."""
     high, cols = (like.block or (1, 1))[0], like.shape[1]
-    codes = sent[:, : high * cols].reshape(-1, cols)
-    packed = sent[:, high * cols :].contiguous()
-    scale_inv = from_e8m0(packed) if like.power_of_two else packed.view(torch.float32)
-    data = codes.view(like.fmt.torch_dtype)
+    count = high * cols
+    width = -(-count // 2) if like.tensor_inv is not None else count
+    codes, packed = sent[:, :width], sent[:, width:].contiguous()
+    if like.tensor_inv is not None:
+        codes, scale_inv = fp4.unpack(codes, count), packed.view(E4M3.torch_dtype).float()
+    else:
+        scale_inv = from_e8m0(packed) if like.power_of_two else packed.view(torch.float32)
+    data = codes.reshape(-1, cols).view(like.fmt.torch_dtype)
     rows = replace(like, data=data, scale_inv=scale_inv, folded=False).hold()
     return rows.fold() if like.folded else rows
 

@@ -7,10 +7,13 @@ inverse scales:
 * `exact`: an fp32 product, scaled in fp32, rounded once to the output type.
 * `fast`: a bf16 product where the CPU has bf16 instructions and the output is bf16. A library that
   rounds before it scales may differ from `exact` by one unit in the last place of bf16.
+* `hopper`: summed up as Hopper's tensor cores do, see `accumulation`; one rounding.
 
-Scales of blocks are applied to the operands instead, before the product. With powers of two that is
-exact in bf16 and `fast` rounds once, too; with other scales both modes multiply in fp32. Scaled
-values below 2**-126 or above the largest bf16 lose bits.
+In the first two, scales of blocks are applied to the operands instead, before the product. With
+powers of two that is exact in bf16 and `fast` rounds once, too; with other scales both modes
+multiply in fp32. Scaled values below 2**-126 or above the largest bf16 lose bits. FP4 values times
+their block's scale are exact in bf16, too, and the scale of the tensor above them is applied to the
+product as above.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.capability import gemm_dtype
+from megatron.core.fp8 import accumulation
+from megatron.core.fp8.accumulation import HOPPER
 from megatron.core.fp8.formats import Fp8Format
 from megatron.core.fp8.tensor import QuantizedTensor
 
-EMULATIONS = ("fast", "exact")
+EMULATIONS = ("fast", "exact", HOPPER)
 _ALIGNMENT = 16  # torch._scaled_mm needs K and N in these multiples
 _SAFE_ALPHA = (1e-37, 1e37)
 
@@ -50,17 +55,23 @@ def gemm_nt(
         b: `[N, K]`; both quantized or both plain.
         out_dtype: Type of the result.
         bias: `[N]`, added before the result is rounded.
-        emulation: `fast` or `exact`, for quantized operands without FP8 hardware.
-        fast_accum: Hardware only: accumulate with less than full fp32 precision.
+        emulation: `fast`, `exact` or `hopper`, for quantized operands without FP8 hardware.
+        fast_accum: On hardware and with `hopper`: never go on in fp32 on the way.
         out: `[M, N]` in `out_dtype`, written to and returned.
 
     Returns:
         `[M, N]`.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        if _by_blocks(a, b):
+        hopper = emulation == HOPPER and not _on_hardware(a, b)
+        if not hopper:
+            a, b = a.uniform(), b.uniform()
+        if hopper:
+            made = accumulation.multiply(a, b, split=not fast_accum)
+            made = made if bias is None else made.add_(bias.float())
+        elif _by_blocks(a, b):
             made = _plain(*_block_values(a, b, out_dtype, emulation), out_dtype, bias, out)
-        elif not a.is_held and not b.is_held:
+        elif _on_hardware(a, b):
             return _hardware(a, b, out_dtype, bias, fast_accum, out)
         else:
             made = _emulated(a, b, out_dtype, bias, emulation)
@@ -126,6 +137,10 @@ def gemm_nt_accumulate(
     No rounding between the fp32 accumulator and `out`, unless the product itself runs in bf16.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if emulation == HOPPER and not _on_hardware(a, b):
+            out.add_(accumulation.multiply(a, b, split=True))
+            return
+        a, b = a.uniform(), b.uniform()
         if _by_blocks(a, b):
             _accumulate_blocks(a, b, out, emulation)
             return
@@ -159,7 +174,7 @@ def ready(a: Operand) -> Operand:
 def ready_dtype(a: Operand) -> torch.dtype:
     """The type of the elements of `ready(a)`."""
     if isinstance(a, QuantizedTensor):
-        if a.block is not None and not a.folded:
+        if a.block is not None and not a.folded and a.tensor_inv is None:
             return torch.float32
         return _compute_dtype(a.data) if a.is_held else a.data.dtype
     return _compute_dtype(a)
@@ -173,6 +188,7 @@ def kernel_name(
     emulation: str,
     device: torch.device,
     exact_in_bf16: bool = True,
+    split: bool = True,
 ) -> str:
     """What multiplies two quantized operands, in words.
 
@@ -180,12 +196,16 @@ def kernel_name(
         a: Format of the first operand.
         b: Format of the second.
         hardware: Whether the operands are in the FP8 type.
-        emulation: `fast` or `exact`, where they are not.
+        emulation: `fast`, `exact` or `hopper`, where they are not.
         device: Where they are.
         exact_in_bf16: Whether a bf16 product computes what `fast` promises.
+        split: Whether `hopper` goes on in fp32 every 128 products.
     """
     if hardware:
         return f"_scaled_mm {a.name}x{b.name}"
+    if emulation == HOPPER:
+        kind = "split" if split else "fast"
+        return f"emulated {a.name}x{b.name} GEMM, Hopper's {kind} accumulation"
     bf16 = gemm_dtype(torch.bfloat16, device) == torch.bfloat16
     fast = emulation == "fast" and bf16 and exact_in_bf16
     return f"emulated {a.name}x{b.name} {'bf16' if fast else 'fp32'} GEMM"
@@ -199,6 +219,10 @@ def _emulation_dtype(held: torch.Tensor, out_dtype: torch.dtype, emulation: str)
     """In which type grid values are multiplied."""
     fast = emulation == "fast" and out_dtype == torch.bfloat16
     return _compute_dtype(held) if fast else torch.float32
+
+
+def _on_hardware(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    return not a.is_held and not b.is_held and not _by_blocks(a, b)
 
 
 def _by_blocks(a: QuantizedTensor, b: QuantizedTensor) -> bool:

@@ -21,9 +21,10 @@ from megatron.core.fp8.calibrate import measure, measure_forward
 from megatron.core.fp8.gemm import Operand, gemm_nt, ready
 from megatron.core.fp8.linear import accumulates, input_operands, weight_grad, weight_operands
 from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.primary import check_readable
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.row_codec import Arrival
-from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.fp8.tensor import QuantizedTensor, put_together, taken_apart
 from megatron.core.fp8.weight_grads import WeightGradQueue
 
 
@@ -70,7 +71,8 @@ def grouped_linear(
     """
     counts = list(tokens_per_expert)
     check_counts(counts, len(weights), x)
-    y = _grouped_linear(x, tuple(precisions), counts, later, arrivals, *weights)
+    seeds = [p.rounding_seed() if torch.is_grad_enabled() else 0 for p in precisions]
+    y = _grouped_linear(x, tuple(precisions), counts, later, arrivals, seeds, *weights)
     if precisions and precisions[0].state.ranges is not None:
         group = precisions[0].path.rpartition(".")[0]
         precisions[0].state.ranges.backward(group, precisions[0], y)
@@ -108,6 +110,7 @@ class _GroupedLinear(torch.autograd.Function):
         counts: list[int],
         later: WeightGradQueue | None,
         arrivals: Arrivals,
+        seeds: list[int],
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         made = _as_they_came(arrivals.x, x, precisions, counts, Role.INPUT)
@@ -124,12 +127,13 @@ class _GroupedLinear(torch.autograd.Function):
         # those would have no main_grad.
         ctx.weights, ctx.precisions, ctx.counts = weights, precisions, counts
         ctx.shape, ctx.dtype, ctx.later, ctx.grad = x.shape, x.dtype, later, arrivals.grad
+        ctx.seeds = seeds
         kept.save(ctx)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
         made = _as_they_came(ctx.grad, grad, ctx.precisions, ctx.counts, Role.GRAD_OUTPUT)
         dx = grad.new_empty(ctx.shape, dtype=ctx.dtype) if wants_dx else None
         dx_parts = torch.split(dx, ctx.counts) if dx is not None else (None,) * len(ctx.counts)
@@ -138,9 +142,9 @@ class _GroupedLinear(torch.autograd.Function):
         for i, dy in enumerate(torch.split(grad, ctx.counts)):
             weight, precision = ctx.weights[i], ctx.precisions[i]
             parts = (dy, made[i], dx_parts[i])
-            job = _backward(parts, operands[i], weight, precision, wants_dw[i], soon)
+            job = _backward(parts, operands[i], weight, precision, wants_dw[i], soon, ctx.seeds[i])
             weight_grads.append(None if job is None else _now_or_later(job, weight, ctx.later))
-        return dx, None, None, None, None, *weight_grads
+        return dx, None, None, None, None, None, *weight_grads
 
 
 def _as_they_came(
@@ -173,6 +177,7 @@ def _forward(
     `row` is the quantized input if it came like that.
     """
     if not precision.active:
+        check_readable(weight)
         plain = x.to(weight.dtype)
         measure_forward(precision, plain, weight)
         out.copy_(gemm_nt(plain, weight, out_dtype=weight.dtype))
@@ -198,12 +203,13 @@ def _backward(
     precision: LinearPrecision,
     wants_dw: bool,
     soon: bool,
+    seed: int,
 ) -> Callable[[], torch.Tensor | None] | None:
     """One expert's gradient of its input, into `dx`, and how to compute that of its weight.
 
     What the forward kept says in which precision it ran. `soon` says that the weight's gradient
     follows at once, so both products may share a converted operand. `parts` are the gradient of the
-    output, the same quantized if it came like that, and `dx`.
+    output, the same quantized if it came like that, and `dx`. `seed` is for random roundings.
     """
     (dy, made, dx), (x, weight_col) = parts, operands
     if not dy.shape[0]:
@@ -215,7 +221,7 @@ def _backward(
         measure(precision, Role.GRAD_OUTPUT, dy)
     if dgrad_in_fp8:
         one_cast = wgrad_in_fp8 and precision.quantizer(Role.GRAD_OUTPUT).transposable
-        rows = precision.rowwise(Role.GRAD_OUTPUT, dy) if made is None else made
+        rows = precision.rowwise(Role.GRAD_OUTPUT, dy, seed=seed) if made is None else made
     if soon and wants_dw and one_cast:
         rows = ready(rows)
     if dx is not None:
@@ -227,15 +233,15 @@ def _backward(
     if not wants_dw:
         return None
     if isinstance(x, QuantizedTensor):
-        return partial(_fp8_weight_grad, rows if one_cast else dy, x, weight, precision)
+        return partial(_fp8_weight_grad, rows if one_cast else dy, x, weight, precision, seed)
     plain = dy if isinstance(rows, QuantizedTensor) else rows
     return partial(_plain_weight_grad, plain, x, weight)
 
 
 def _fp8_weight_grad(
-    dy: Operand, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision
+    dy: Operand, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision, seed: int
 ) -> torch.Tensor | None:
-    dy_col = precision.column(Role.GRAD_OUTPUT, dy)
+    dy_col = precision.column(Role.GRAD_OUTPUT, dy, seed=seed)
     x_col = precision.quantizer(Role.INPUT).column(x)
     return weight_grad(dy_col, x_col, weight, precision.state.emulation)
 
@@ -281,12 +287,9 @@ class _Kept:
     def add(self, x: Operand | None, weight: Operand | None) -> None:
         """Keep the operands of the next expert; None where it has none."""
         for operand in (x, weight if self.weights else None):
-            if isinstance(operand, QuantizedTensor):
-                self.tensors += [operand.data, operand.scale_inv]
-                self.forms.append(operand.form)
-            else:
-                self.tensors += [operand, None]
-                self.forms.append(None)
+            tensors, form = taken_apart(operand)
+            self.tensors += tensors
+            self.forms.append(form)
 
     def save(self, ctx: Any) -> None:
         """Hand the operands to autograd."""
@@ -297,9 +300,9 @@ class _Kept:
     def load(ctx: Any) -> list[tuple[Operand | None, Operand | None]]:
         """Input and weight operand of every expert."""
         saved = ctx.saved_tensors
+        threes = zip(saved[::3], saved[1::3], saved[2::3], strict=True)
         operands = [
-            data if form is None else QuantizedTensor(data, inverse, *form)
-            for data, inverse, form in zip(saved[::2], saved[1::2], ctx.forms, strict=True)
+            put_together(tensors, form) for tensors, form in zip(threes, ctx.forms, strict=True)
         ]
         return list(zip(operands[::2], operands[1::2], strict=True))
 

@@ -23,8 +23,9 @@ from megatron.core.fp8.calibrate import measure_forward, measure_gradient
 from megatron.core.fp8.comm import PLAIN, Sharding, Transfers, gather_rows, tensor_of
 from megatron.core.fp8.gemm import Operand, Product, gemm_nt, gemm_nt_accumulate, ready
 from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.primary import check_readable
 from megatron.core.fp8.recipe import Role
-from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.fp8.tensor import QuantizedTensor, put_together, taken_apart
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import Axis
 
@@ -87,7 +88,9 @@ def _multiply(
 ) -> torch.Tensor:
     """`linear`, in the precision of now."""
     if precision.active:
-        return _fp8_linear(x, weight, bias, precision, sharding, hint, after_backward, later)
+        seed = precision.rounding_seed() if torch.is_grad_enabled() else 0
+        return _fp8_linear(x, weight, bias, precision, sharding, hint, after_backward, later, seed)
+    check_readable(weight)
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
     measure_forward(precision, x, weight)
@@ -197,6 +200,7 @@ class _Fp8Linear(torch.autograd.Function):
         hint: bool | None,
         after_backward: Callable[[], None] | None,
         later: WeightGradQueue | None,
+        seed: int,
     ) -> torch.Tensor:
         local = _flat(x)
         rows, saved_x = input_operands(local, weight, precision, sharding.gather)
@@ -206,7 +210,7 @@ class _Fp8Linear(torch.autograd.Function):
             rows, Product(weight_row, weight.dtype, bias, emulation, fast_accum=True)
         )
         ctx.precision, ctx.sharding, ctx.emulation = precision, sharding, emulation
-        ctx.after_backward, ctx.later = after_backward, later
+        ctx.after_backward, ctx.later, ctx.seed = after_backward, later, seed
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.wgrad_in_fp8 = precision.decision.wgrad
         _keep_parameters(ctx, weight, bias)
@@ -224,7 +228,7 @@ class _Fp8Linear(torch.autograd.Function):
         finish_dx, fetch_dy = _fp8_input_grad(ctx, dy, weight_col, queue is None)
         if ctx.needs_input_grad[1]:
             make_dw = _fp8_weight_grad_of if ctx.wgrad_in_fp8 else _plain_weight_grad_of
-            job = partial(make_dw, fetch_dy, fetch_x, weight, ctx.precision)
+            job = partial(make_dw, fetch_dy, fetch_x, weight, ctx.precision, ctx.seed)
             dw = _now_or_later(job, weight, queue)
         if bias is not None and ctx.needs_input_grad[2]:
             db = _bias_grad(dy, bias)
@@ -232,7 +236,7 @@ class _Fp8Linear(torch.autograd.Function):
             dx = finish_dx().view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.after_backward is not None:
             ctx.after_backward()
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None
 
 
 def input_operands(
@@ -315,10 +319,10 @@ def _fp8_input_grad(
     if weight_col is None:
         if plain is not None or not ctx.needs_input_grad[1]:
             return None, lambda: dy if plain is None else plain
-        rows = precision.rowwise(Role.GRAD_OUTPUT, dy, axis=sharding.scatter)
+        rows = precision.rowwise(Role.GRAD_OUTPUT, dy, axis=sharding.scatter, seed=ctx.seed)
         return None, partial(_all_rows, rows, sharding.scatter, ctx.weight.dtype.itemsize)
     whole = dy if plain is None else plain
-    rows = precision.rowwise(Role.GRAD_OUTPUT, whole, axis=sharding.scatter)
+    rows = precision.rowwise(Role.GRAD_OUTPUT, whole, axis=sharding.scatter, seed=ctx.seed)
     if sharding.scatter is None and soon:
         rows = ready(rows)
     product = Product(weight_col, ctx.weight.dtype, emulation=ctx.emulation)
@@ -349,9 +353,10 @@ def _fp8_weight_grad_of(
     fetch_x: Callable[[], Operand],
     weight: torch.Tensor,
     precision: LinearPrecision,
+    seed: int,
 ) -> torch.Tensor | None:
     """Of quantized operands."""
-    dy_col = precision.column(Role.GRAD_OUTPUT, fetch_dy())
+    dy_col = precision.column(Role.GRAD_OUTPUT, fetch_dy(), seed=seed)
     x_col = precision.quantizer(Role.INPUT).column(fetch_x())
     return weight_grad(dy_col, x_col, weight, precision.state.emulation)
 
@@ -361,8 +366,10 @@ def _plain_weight_grad_of(
     fetch_x: Callable[[], Operand],
     weight: torch.Tensor,
     precision: LinearPrecision,
+    seed: int,
 ) -> torch.Tensor | None:
     """Where the weight's gradient is not in FP8, but the input's is."""
+    del seed
     dy = tensor_of(fetch_dy()).to(weight.dtype)
     return weight_grad(dy.t(), fetch_x().t(), weight, precision.state.emulation)
 
@@ -409,27 +416,14 @@ def _keep_parameters(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 def _save_operands(ctx: Any, x: Operand | None, weight_col: Operand | None) -> None:
     """Keep operands where activation recomputation can drop them: among the saved tensors."""
-    ctx.x_like = ctx.weight_like = None
-    x_data = x_inv = col_data = col_inv = None
-    if isinstance(x, QuantizedTensor):
-        x_data, x_inv, ctx.x_like = x.data, x.scale_inv, x.form
-    elif x is not None:
-        x_data = x
-    if isinstance(weight_col, QuantizedTensor):
-        col_data, col_inv = weight_col.data, weight_col.scale_inv
-        ctx.weight_like = weight_col.form
-    elif weight_col is not None:
-        col_data = weight_col
-    ctx.save_for_backward(x_data, x_inv, col_data, col_inv)
+    x_tensors, ctx.x_form = taken_apart(x)
+    weight_tensors, ctx.weight_form = taken_apart(weight_col)
+    ctx.save_for_backward(*x_tensors, *weight_tensors)
 
 
 def _saved_operands(ctx: Any) -> tuple[Any, Any]:
-    x, x_inv, col, col_inv = ctx.saved_tensors
-    if ctx.x_like is not None:
-        x = QuantizedTensor(x, x_inv, *ctx.x_like)
-    if ctx.weight_like is not None:
-        col = QuantizedTensor(col, col_inv, *ctx.weight_like)
-    return x, col
+    saved = ctx.saved_tensors
+    return put_together(saved[:3], ctx.x_form), put_together(saved[3:], ctx.weight_form)
 
 
 _plain_linear: Callable[..., torch.Tensor] = _PlainLinear.apply

@@ -61,7 +61,7 @@ class Decision:
             return HIGH_PRECISION
         plain = [gemm for gemm in GEMMS if not self.runs(gemm)]
         without = f" without {' and '.join(plain)}" if plain else ""
-        return f"{self.recipe.name} {self.recipe.fp8_format.name.lower()}{without}"
+        return f"{self.recipe.name} {self.recipe.format_name}{without}"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.fp8.amax import GroupView, Slots
 from megatron.core.fp8.gemm import Operand, kernel_name
+from megatron.core.fp8.nvfp4 import NVFP4BlockScaling, NVFP4Quantizer
 from megatron.core.fp8.policy import Decision
 from megatron.core.fp8.quantizers import (
     BlockQuantizer,
@@ -99,6 +100,8 @@ class LinearPrecision:
             changed between steps, alike on all ranks. Magnitudes are recorded all the same, see
             `calibrate`.
         measured_weight: The weight whose magnitude was recorded last while the layer was held back.
+        gradients_differ: Whether tensor-parallel ranks hold different output gradients. If they
+            round at random, they then do so with different numbers.
         fp8_meta: Scaling state under Transformer Engine's keys: `scaling_fwd` and `scaling_bwd`
             with live `amax_history` and `scale`, present with delayed scaling only.
     """
@@ -107,7 +110,7 @@ class LinearPrecision:
         self, path: str, decision: Decision, state: Fp8State, slots: Slots | None = None
     ) -> None:
         self.path, self.decision, self.state, self.slots = path, decision, state, slots
-        self.suspended = ""
+        self.suspended, self.gradients_differ = "", False
         self.measured_weight: tuple[int, ...] = ()
         self._quantizers: dict[Role, Quantizer] = {}
         if decision.recipe is not None:
@@ -129,6 +132,8 @@ class LinearPrecision:
             return CurrentQuantizer(recipe, role, hardware=hardware)
         if isinstance(recipe, BlockRecipe):
             return BlockQuantizer(recipe, role, fold=self.state.emulation == "fast")
+        if isinstance(recipe, NVFP4BlockScaling):
+            return NVFP4Quantizer(recipe, role)
         raise TypeError(f"No quantizer for {recipe!r}.")
 
     def _meta(self) -> dict[str, Any]:
@@ -176,15 +181,24 @@ class LinearPrecision:
         """
         return self._quantizers[role]
 
-    def rowwise(self, role: Role, x: torch.Tensor, *, axis: Axis | None = None) -> QuantizedTensor:
-        """As `Quantizer.rowwise`; the state's collector, if any, takes note."""
-        made = self._quantizers[role].rowwise(x, axis=axis)
+    def rounding_seed(self) -> int:
+        """Seed of the random roundings in the backward of a forward that starts now; 0 for none."""
+        recipe = self.decision.recipe
+        if recipe is None or not (recipe.is_random and self.active):
+            return 0
+        return self.state.rounding_seed(self.path, self.gradients_differ)
+
+    def rowwise(
+        self, role: Role, x: torch.Tensor, *, axis: Axis | None = None, seed: int = 0
+    ) -> QuantizedTensor:
+        """As `Quantizer.rowwise` of the seeded quantizer; the state's collector takes note."""
+        made = self._quantizers[role].seeded(seed).rowwise(x, axis=axis)
         self._note(role, x, made)
         return made
 
-    def column(self, role: Role, kept: Operand) -> QuantizedTensor:
+    def column(self, role: Role, kept: Operand, *, seed: int = 0) -> QuantizedTensor:
         """As `Quantizer.column`; the collector takes note where it is the tensor's only cast."""
-        made = self._quantizers[role].column(kept)
+        made = self._quantizers[role].seeded(seed).column(kept)
         if isinstance(kept, torch.Tensor) and not self.decision.dgrad:
             self._note(role, kept.t(), made)
         return made
@@ -207,6 +221,10 @@ class LinearPrecision:
             is_first_microbatch: A hint. True: quantize in any case. False: a result made with
                 earlier scales will do. Neither can bring back an old weight.
         """
+        resting = getattr(weight, "fp8_weight", None)
+        if resting is not None and resting.rests:
+            operands: tuple[QuantizedTensor, QuantizedTensor] = resting.operands()
+            return operands
         source = (weight.data_ptr(), weight._version, weight.dtype)
         scales = (
             self.state.generation,
@@ -245,9 +263,9 @@ class LinearPrecision:
             reason = decision.why(gemm)
             return PrecisionRow(self.path, gemm, plain, plain, f"{plain} GEMM", reason)
         first, second = (decision.recipe.format_of(role) for role in _OPERANDS[gemm])
-        name = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
+        name = f"{decision.recipe.family} {first.name}x{second.name} {decision.recipe.name}"
         if not self.active:
-            planned = self.held_back or self._warmup()
+            planned = self.held_back or self.state.waits(decision.rule)
             reason = planned or "FP8 is switched off at this step"
             return PrecisionRow(
                 self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(planned)
@@ -259,19 +277,12 @@ class LinearPrecision:
             emulation=self.state.emulation,
             device=self.state.device,
             exact_in_bf16=decision.recipe.exact_in_bf16,
+            split=gemm != "fprop" or isinstance(decision.recipe, BlockRecipe),
         )
         reasons = [decision.rule] if decision.rule else []
         if self.state.hardware and not decision.recipe.has_hardware_gemm:
             reasons.append("block scales have no hardware product in this release")
         return PrecisionRow(self.path, gemm, name, name, kernel, "; ".join(reasons))
-
-    def _warmup(self) -> str:
-        """Why the layer waits for FP8; empty if it does not."""
-        count = self.state.warmup_iters
-        if not self.state.is_warming_up:
-            return ""
-        rule = f"; {self.decision.rule}" if self.decision.rule else ""
-        return f"in FP8 from iteration {count + 1} (--fp8-warmup-iters {count}){rule}"
 
 
 def group_rows(experts: Sequence[LinearPrecision], path: str) -> list[PrecisionRow]:

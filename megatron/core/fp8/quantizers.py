@@ -55,6 +55,11 @@ class Quantizer(ABC):
             axis: Ranks whose shards will be gathered and so must share their scales.
         """
 
+    def seeded(self, seed: int) -> Quantizer:
+        """This quantizer, rounding with the random numbers of `seed` if it rounds at random."""
+        del seed
+        return self
+
     def record(self, amax: torch.Tensor | None) -> None:
         """Note the magnitude of a cast tensor for later scales, if the recipe has a memory."""
         del amax

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.config import fp8_policy
+from megatron.config.fp8 import published_format
 from megatron.core.capability import has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import resume, watched
+from megatron.core.fp8.accumulation import emulation_of, refuse_hardware
 from megatron.core.fp8.amax import AmaxBook, refuse_missing
 from megatron.core.fp8.attention import (
     AttentionChoice,
@@ -23,6 +26,7 @@ from megatron.core.fp8.attention import (
 from megatron.core.fp8.expert_state import stack_experts, take_experts
 from megatron.core.fp8.formats import Format
 from megatron.core.fp8.gemm import EMULATIONS
+from megatron.core.fp8.nvfp4 import NVFP4BlockScaling
 from megatron.core.fp8.policy import HIGH_PRECISION, Fp8Policy, LayerRule
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
 from megatron.core.fp8.ranges import Ranges
@@ -36,11 +40,14 @@ from megatron.core.fp8.recipe import (
 from megatron.core.fp8.stats import StatsCollector
 from megatron.core.mesh import Axis
 
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.random import RngStreams
+
 
 def recipe_from_config(
     fp8: Any, name: str | None = None, fp8_format: str | None = None
 ) -> Recipe | None:
-    """The recipe that the `fp8_*` fields describe; None if FP8 is off.
+    """The recipe that the `fp8_*` or `fp4_*` fields describe; None if both are off.
 
     Args:
         fp8: Anything with the fields of the FP8 configuration section.
@@ -50,10 +57,13 @@ def recipe_from_config(
     Raises:
         PrecisionError: If the recipe has no native implementation.
     """
-    if not fp8.fp8_format:
+    if not (fp8.fp8_format or fp8.fp4_format):
         return None
-    fmt = Format.E4M3 if (fp8_format or fp8.fp8_format) == "e4m3" else Format.HYBRID
-    name = name or fp8.fp8_recipe
+    name = name or (fp8.fp8_recipe if fp8.fp8_format else fp8.fp4_recipe)
+    if name == "nvfp4":
+        return NVFP4BlockScaling()
+    fmt_name = fp8_format or fp8.fp8_format or published_format(name)
+    fmt = Format.E4M3 if fmt_name == "e4m3" else Format.HYBRID
     if name == "delayed":
         return DelayedScaling(
             margin=fp8.fp8_margin,
@@ -72,7 +82,7 @@ def recipe_from_config(
             "--fp8-recipe",
             name,
             "The native backend has no such recipe",
-            "Use delayed, tensorwise, blockwise or mxfp8",
+            "Use delayed, tensorwise, blockwise or mxfp8, or --fp4-recipe nvfp4",
         )
     )
 
@@ -108,8 +118,10 @@ class Fp8State:
         held: Why the whole model is held in high precision for now; empty if it is not. May be
             changed between steps, alike on all ranks.
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
-        emulation: `fast` or `exact`, where there is no FP8 hardware.
+        emulation: `fast`, `exact` or `hopper`, where there is no FP8 hardware.
         generation: Counts synchronisations; weights are quantized anew after each.
+        rng: Where seeds of random roundings come from, with the position in training. None, as in
+            a loop of your own: from torch's default generator.
         warmup_iters: Iterations at the start of the run that are not in FP8.
         stats: Measures casts; None, the default, to measure nothing.
         ranges: Names layers for profilers; None, the default, not to.
@@ -138,11 +150,14 @@ class Fp8State:
         self.device, self.params_dtype = torch.device(device), params_dtype
         self.emulation = emulation
         self.hardware = has_fp8_hardware(self.device)
+        if self.hardware:
+            refuse_hardware(emulation, self.device)
         self.enabled = self.recipe is not None
         self.held = ""
         self.warmup_iters = warmup_iters if self.enabled else 0
         self.recording = True
         self.generation = 0
+        self.rng: RngStreams | None = None
         self.stats: StatsCollector | None = None
         self.ranges: Ranges | None = None
         self.book: AmaxBook | None = None
@@ -184,7 +199,7 @@ class Fp8State:
             policy,
             device=device,
             params_dtype=getattr(torch, config.params_dtype),
-            emulation=config.fp8_emulation,
+            emulation=emulation_of(config),
             warmup_iters=config.fp8_warmup_iters,
             attention=AttentionChoice(config.fp8_dot_product_attention, config.fp8_dpa_bwd),
         )
@@ -223,6 +238,7 @@ class Fp8State:
         if book is not None and isinstance(decision.recipe, DelayedScaling):
             slots = book.register(path, recipe=decision.recipe)
         precision = LinearPrecision(path, decision, self, slots)
+        precision.gradients_differ = is_expert  # of other tokens, or other columns
         self.layers[path] = precision
         self._kinds[layer] = decision.summary
         return precision
@@ -283,6 +299,18 @@ class Fp8State:
         """Whether FP8 is off because the run has not come to it yet."""
         return bool(self.warmup_iters) and not self.enabled
 
+    def waits(self, rule: str = "") -> str:
+        """Why a layer that is to run in FP8 does not yet, for the table; empty if it is time.
+
+        Args:
+            rule: What gave the layer its recipe.
+        """
+        if not self.is_warming_up:
+            return ""
+        count = self.warmup_iters
+        behind = f"; {rule}" if rule else ""
+        return f"in FP8 from iteration {count + 1} (--fp8-warmup-iters {count}){behind}"
+
     def sync(self, axis: Axis | None = None, expert_axis: Axis | None = None) -> None:
         """Derive the next step's scales; call once per optimizer step on every rank.
 
@@ -309,6 +337,17 @@ class Fp8State:
             book.history[0].zero_()
         self.generation += 1
 
+    def rounding_seed(self, path: str, sharded: bool) -> int:
+        """Seed of a layer's random roundings at the current position in training.
+
+        Args:
+            path: The layer's.
+            sharded: Whether tensor-parallel ranks round different tensors.
+        """
+        if self.rng is None:
+            return int(torch.randint(2**62, ()))
+        return self.rng.seed_of(f"{path}.rounding", "tp" if sharded else "replicated")
+
     @contextmanager
     def not_recording(self) -> Iterator[None]:
         """Casts inside the block leave no trace, as in evaluation."""
@@ -323,13 +362,15 @@ class Fp8State:
     ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts for a forward and for its recomputation.
 
-        The recomputation sees the switch and the scales of the first forward and records nothing.
+        The recomputation sees the switch, the scales and the random numbers of the first forward
+        and records nothing.
         """
         captured: dict[str, Any] = {}
 
         @contextmanager
         def first() -> Iterator[None]:
             captured["enabled"] = self.enabled
+            captured["numbers"] = self._same_numbers()
             captured["scales"] = [(book, book.snapshot()) for book in self.books]
             yield
 
@@ -337,7 +378,7 @@ class Fp8State:
         def again() -> Iterator[None]:
             enabled, self.enabled = self.enabled, captured["enabled"]
             try:
-                with self.not_recording(), ExitStack() as stack:
+                with self.not_recording(), captured["numbers"](), ExitStack() as stack:
                     for book, snapshot in captured["scales"]:
                         stack.enter_context(book.replay(snapshot))
                     yield
@@ -345,6 +386,15 @@ class Fp8State:
                 self.enabled = enabled
 
         return first(), again()
+
+    def _same_numbers(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context in which seeds are those that would be drawn now."""
+        if self.rng is not None:
+            return partial(self.rng.at, self.rng.position)
+        recipes = (layer.decision.recipe for layer in self.layers.values())
+        if any(recipe is not None and recipe.is_random for recipe in recipes):
+            return partial(_generator_at, torch.get_rng_state())
+        return nullcontext
 
     # -- checkpoint -----------------------------------------------------------------------------
 
@@ -357,7 +407,7 @@ class Fp8State:
         recipe, experts, attention = self.recipe, self.expert_book, self.attention_book
         return {
             "recipe": recipe.name if recipe else "none",
-            "format": recipe.fp8_format.name.lower() if recipe else "none",
+            "format": recipe.format_name if recipe else "none",
             "precision": dict(self._kinds) if recipe else {},
             "layers": self.book.state_dict() if self.book is not None else {},
             "experts": stack_experts(experts.state_dict()) if experts is not None else {},
@@ -446,3 +496,14 @@ class Fp8State:
                 fmt = Format[resume.format_of(before[layers[path]]).upper()]
                 book.rescale(path, fmt.forward.max, fmt.backward.max)
         return messages
+
+
+@contextmanager
+def _generator_at(state: torch.Tensor) -> Iterator[None]:
+    """Torch's default generator in an earlier state."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.config import RunConfig, fp8_policy, make_config
 from megatron.config.draft import DEFAULT_VOCAB_SIZE, Draft, derive
+from megatron.config.fp8 import recipe_of
 from megatron.config.moe import moe_layers
 from megatron.config.schema import SPECS
 from megatron.training.parity.layouts import BY_HAND, PIPELINE_ONLY, Layout
@@ -30,7 +31,7 @@ _KEPT_TRAINING = (
     "recompute_num_layers",
     "recompute_modules",
 )
-_PRECISION = ("bf16", "fp16", "loss_scale", "grad_reduce_in_bf16")
+_PRECISION = ("bf16", "fp16", "loss_scale", "grad_reduce_in_bf16", "grad_reduce_dtype")
 _LEARNING_RATE = 0.01  # losses move, and rounding errors do not grow into another run
 _FP16_LOSS_SCALE = 256.0
 _TE_ONLY = ("tp_comm_overlap_cfg", "tp_comm_bootstrap_backend")
@@ -139,6 +140,10 @@ def neutral(cfg: RunConfig) -> Model:
     if cfg.fp16:
         why = "a loss scale that is searched for skips steps"
         changes.append(Change("loss_scale", cfg.loss_scale or "dynamic", _FP16_LOSS_SCALE, why))
+    if cfg.grad_reduce_dtype == "fp8":
+        why = "what rounding does to a gradient depends on who sends it"
+        changes.append(Change("grad_reduce_dtype", "fp8", None, why))
+        kept.pop("grad_reduce_error_feedback", None)
     return Model(kept).with_changes(changes)
 
 
@@ -209,7 +214,7 @@ class _Plan:
         for lay in self.layouts:
             split = lay.splits_sequence
             tp = lay.size("tp") if (cfg.sequence_parallel if split is None else split) else 1
-            share = _WIDTH if cfg.fp8_format else 2
+            share = _WIDTH if recipe_of(cfg) else 2
             step = math.lcm(step, lay.size("cp") * tp * share)
         return min(int(cfg.seq_length), _up(_SEQUENCE, step))
 
@@ -359,10 +364,13 @@ def in_fp32(fields: Mapping[str, Any]) -> dict[str, Any]:
 def own_precision(fields: Mapping[str, Any]) -> str:
     """Name the precision of a model, empty where it is single precision throughout."""
     kind = next((name for name in ("bf16", "fp16") if fields.get(name)), "")
+    if fields.get("fp4_format"):
+        return f"{kind or 'fp32'}+fp4 {fields.get('fp4_recipe', SPECS['fp4_recipe'].default)}"
     if fields.get("fp8_format"):
         recipe = fields.get("fp8_recipe", SPECS["fp8_recipe"].default)
         return f"{kind or 'fp32'}+fp8 {recipe}"
-    return kind or ("fp32, bf16 sums" if fields.get("grad_reduce_in_bf16") else "")
+    bf16 = fields.get("grad_reduce_in_bf16") or fields.get("grad_reduce_dtype") == "bf16"
+    return kind or ("fp32, bf16 sums" if bf16 else "")
 
 
 def fits(cfg: RunConfig, model: Model, layout: Layout) -> None:
