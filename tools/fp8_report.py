@@ -177,6 +177,8 @@ def notes(log: RunLog) -> list[str]:
         named = ", ".join(str(n) for n in log.unreadable[:5])
         more = f" and {len(log.unreadable) - 5} more" if len(log.unreadable) > 5 else ""
         out.append(f"Lines that could not be read and are left out: {named}{more}.")
+    if log.earlier_runs:
+        out.append("Earlier runs in the same log are left out.")
     if log.starts > 1:
         out.append(f"The run was started {log.starts} times; the newest record of a step counts.")
     if log.abandoned:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from megatron.config import RunConfig
 from megatron.config.alignment import padding
+from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import Fp8State, PrecisionRow
 from megatron.core.mesh import Axis
@@ -73,6 +74,19 @@ def padding_note(cfg: RunConfig, fp8: Fp8State, backend: str) -> str:
     if backend != "native" or not fp8.hardware:
         return ""
     return padding(cfg) if any(recipe.has_hardware_gemm for recipe in fp8.policy.recipes) else ""
+
+
+def resting_note(cfg: RunConfig, ddp: DistributedDataParallel) -> str:
+    """How many of this rank's weights rest in FP8, in one line; empty without the flag."""
+    if not cfg.fp8_param_gather:
+        return ""
+    held = [p for p in ddp.trained_params if ddp.is_in_fp8(p)]
+    resting, every = (sum(p.numel() for p in some) for some in (held, ddp.trained_params))
+    why = "" if held else ": no layer here makes output and input gradient in FP8"
+    return (
+        f"FP8 weights: {len(held)} of this rank's {len(ddp.trained_params)} parameters, "
+        f"{resting / max(every, 1):.1%} of its elements, rest in FP8 (--fp8-param-gather){why}"
+    )
 
 
 def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:

@@ -197,8 +197,8 @@ class Trainer:
             count = cfg.fp8_warmup_iters
             self._say(f"FP8 starts at iteration {count + 1} (--fp8-warmup-iters {count})")
         padded = precision.padding_note(cfg, parts.fp8, self._runtime.backend.name)
-        if padded:
-            self._say(padded)
+        for note in filter(None, (padded, precision.resting_note(cfg, parts.ddp))):
+            self._say(note)
         if not cfg.fp8_allow_fallback:
             precision.refuse_fallback(rows)
 

@@ -233,6 +233,16 @@ REFUSED = [
         ["without --fp8-format"],
     ),
     (
+        {
+            "fp8_param_gather": True,
+            "fp4_format": "e2m1",
+            "use_distributed_optimizer": True,
+            "bf16": True,
+        },
+        "--fp8-param-gather",
+        ["with --fp4-format e2m1", "Remove --fp8-param-gather"],
+    ),
+    (
         {"fp8_param_gather": True, "fp8_format": "hybrid", "bf16": True},
         "--fp8-param-gather",
         ["Add --use-distributed-optimizer"],

@@ -223,6 +223,8 @@ class LinearPrecision:
         """
         resting = getattr(weight, "fp8_weight", None)
         if resting is not None and resting.rests:
+            if self.state.stats is not None and self.state.recording:
+                self.state.stats.note_magnitude(self.path, Role.WEIGHT, *resting.figures())
             operands: tuple[QuantizedTensor, QuantizedTensor] = resting.operands()
             return operands
         source = (weight.data_ptr(), weight._version, weight.dtype)

@@ -266,6 +266,25 @@ class StatsCollector:
             self._tallies[key] = tally if before is None else before.plus(tally)
 
     @torch.no_grad()
+    def note_magnitude(
+        self, path: str, role: Role, amax: torch.Tensor, scale_inv: torch.Tensor
+    ) -> None:
+        """Take note of a tensor that is never whole in high precision, once a step.
+
+        Args:
+            path: The layer.
+            role: Which of its tensors.
+            amax: Its largest magnitude, one element.
+            scale_inv: Inverses of the scales in use.
+        """
+        if not self.due:
+            return
+        self._seen.add(path)
+        if (path, role) not in self._tallies:
+            highest = torch.stack([amax.double(), scale_inv.double().amax()])
+            self._tallies[path, role] = Tally(highest, highest.new_zeros(len(_SUMS)))
+
+    @torch.no_grad()
     def note_slots(self, slots: Iterable[tuple[str, Role, Slot]]) -> None:
         """Take note of staged magnitudes and their scales, where no cast was seen.
 

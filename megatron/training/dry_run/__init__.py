@@ -69,6 +69,7 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
     _show(say, report.data_lines(cfg, check_sources(cfg, tokenizer)))
     say(report.schedule_line(world))
     say(report.checkpoint_line(stored))
+    _show(say, filter(None, [report.residual_line(cfg, stored)]))
     classes = world.classes()
     _show(say, report.memory_lines(classes))
     if cfg.fp8_spike_rollback:

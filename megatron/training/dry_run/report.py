@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config import RunConfig
+from megatron.core.dist_checkpointing.shard import volume
 from megatron.core.mesh import MeshSizes
 from megatron.core.pipeline_parallel.simulate import simulate
 from megatron.training.communication import (
@@ -72,6 +73,25 @@ def checkpoint_line(stored: Stored) -> str:
     return (
         f"checkpoint: {len(stored.model)} tensors of the model in {stored.blocks} blocks, and "
         f"{', '.join(stored.kinds)} of the optimizer for each; every element is stored once"
+    )
+
+
+def residual_line(cfg: RunConfig, stored: Stored) -> str:
+    """Say what FP8 gradients add to a checkpoint; empty if nothing."""
+    sizes = MeshSizes.from_config(cfg, cfg.world_size)
+    replicas = (cfg.data_parallel_size * cfg.context_parallel_size, sizes.edp)
+    keeps = cfg.grad_reduce_dtype == "fp8" and cfg.grad_reduce_error_feedback
+    if not keeps or cfg.no_save_optim or replicas[0] == 1:
+        return ""
+    each = cfg.ckpt_grad_residual == "each"
+    count = sum(
+        volume(shard.size()) * (replicas[".experts." in key] if each else 1)
+        for key, shard in stored.model.items()
+    )
+    who = "each replica keeps" if each else "all replicas keep together"
+    return (
+        f"checkpoint: what {who} of FP8 gradients for the next step takes {readable(4 * count)} "
+        "(--ckpt-grad-residual)"
     )
 
 
