@@ -26,6 +26,11 @@ def late(iteration):
 
 LAYOUTS = {
     "tp2sp": (DENSE, alternating, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "dp2 fp8 weights": (
+        DENSE,
+        alternating,
+        {"use_distributed_optimizer": True, "fp8_param_gather": True, "micro_batch_size": 2},
+    ),
     "pp2": (DENSE, alternating, {"pipeline_model_parallel_size": 2}),
     "ep2": ("decoder.layers.1.mlp.experts.linear_fc2", late, EXPERTS),
 }
@@ -40,7 +45,7 @@ def train(rank, world_size, layout, stop):
     return seen.kinds(PrecisionChange), made.parts.fp8.suspended()
 
 
-@pytest.mark.parametrize("layout", ["tp2sp", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2sp", "dp2 fp8 weights", "pp2"])
 def test_a_planted_layer(layout):
     compile_kernels()
     (changes, held), (others, also_held) = run_ranks(train, 2, layout, 28)

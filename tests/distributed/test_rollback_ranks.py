@@ -25,7 +25,6 @@ LAYOUTS = {
         "micro_batch_size": 4,
         **DELAYED,
     },  # fmt: skip
-    "dp2 sharded": {**SHARDED, **DELAYED},
     "dp2 all in fp8": {
         **SHARDED,
         **DELAYED,
