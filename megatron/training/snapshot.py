@@ -46,7 +46,7 @@ class Snapshot:
         self._copies = [_room_for(one, on_device) for one in changing_tensors(parts)]
         # What FP8 gradient reductions still owe, by parameter.
         self._residuals: dict[nn.Parameter, torch.Tensor] = {}
-        self._on_device = on_device
+        self._on_device, self._residual_scale = on_device, 1.0
         self._plain: dict[str, Any] = {}
         self.num_bytes = sum(one.nbytes for one in self._copies)
         if parts.ddp.keeps_residual:
@@ -73,6 +73,7 @@ class Snapshot:
             }
             for param, kept in self._residuals.items():
                 kept.copy_(owed[param], non_blocking=True)
+            self._residual_scale = parts.ddp.loss_scale
         self._plain = {
             "optimizer": parts.optimizer.scalars(),
             "scheduler": parts.scheduler.state_dict(),
@@ -96,6 +97,7 @@ class Snapshot:
             owed = parts.ddp.residuals(fresh=True)
             for param, kept in self._residuals.items():
                 owed[param].copy_(kept, non_blocking=True)
+                owed[param].mul_(parts.ddp.loss_scale / self._residual_scale)
         parts.optimizer.load_scalars(plain["optimizer"])
         parts.scheduler.load_state_dict(plain["scheduler"])
         parts.optimizer.write_model_params()

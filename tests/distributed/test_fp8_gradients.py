@@ -78,7 +78,7 @@ def sums(rank, world, steps, feedback, sharded, groups, scales):
     ddp.add_up_residuals()
     kept, (mine, _) = ddp.residuals().get(weight), ddp.residual_owner(weight)
     if kept is not None:
-        kept = kept[mine.start : mine.stop].double()
+        kept = kept[mine.start : mine.stop].double() / scale  # what is kept is of scaled gradients
     here = slice(mine.start - own.start, mine.stop - own.start)
     return arrived[here], expected[here], kept, quantum[here]
 
