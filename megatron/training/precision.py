@@ -10,7 +10,8 @@ from megatron.config import RunConfig
 from megatron.config.alignment import padding
 from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.errors import PrecisionError, complaint
-from megatron.core.fp8 import Fp8State, PrecisionRow
+from megatron.core.fp8 import Fp8State, PrecisionRow, kernels
+from megatron.core.fp8.recipe import BlockRecipe
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.observe.events import PrecisionLine, PrecisionTable
@@ -73,7 +74,7 @@ def padding_note(cfg: RunConfig, fp8: Fp8State, backend: str) -> str:
     """
     if backend != "native" or not fp8.hardware:
         return ""
-    return padding(cfg) if any(recipe.has_hardware_gemm for recipe in fp8.policy.recipes) else ""
+    return padding(cfg) if any(fp8.products(r).hardware for r in fp8.policy.recipes) else ""
 
 
 def resting_note(cfg: RunConfig, ddp: DistributedDataParallel) -> str:
@@ -89,6 +90,31 @@ def resting_note(cfg: RunConfig, ddp: DistributedDataParallel) -> str:
     )
 
 
+def device_notes(cfg: RunConfig, fp8: Fp8State, backend: str) -> list[str]:
+    """What a run should know about FP8 on its device, a line each.
+
+    What is padded; and on a CUDA device how products and casts were found to be right there, or
+    why others take their place. Checks the device if that was not done before.
+    """
+    notes = [padding_note(cfg, fp8, backend)]
+    for recipe in fp8.policy.recipes if backend == "native" and fp8.device.type == "cuda" else ():
+        found = fp8.products(recipe)
+        where = "in hardware" if found.hardware else "emulated"
+        notes.append(f"FP8 products ({recipe.name}): {where}, {found.reason}")
+        groups = ("blocks" if isinstance(recipe, BlockRecipe) else "casts", "fused")
+        for group, why in kernels.describe(fp8.device, groups).items():
+            notes.append(f"FP8 casts ({kernels.WHAT[group]}): {why}")
+    return [note for note in dict.fromkeys(notes) if note]
+
+
+def fallback_warning(rows: Iterable[PrecisionRow]) -> str:
+    """What a run that may fall back should say once; empty if nothing fell back."""
+    fallen, listed = _fallen(rows)
+    if not fallen:
+        return ""
+    return f"{len(fallen)} GEMM(s) do not run as asked, and --fp8-allow-fallback is given: {listed}"
+
+
 def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:
     """Raise when a layer runs in less than what was asked for.
 
@@ -98,16 +124,9 @@ def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:
     Raises:
         PrecisionError: Names every such layer.
     """
-    fallen = [r for r in rows if r.is_fallback]
+    fallen, listed = _fallen(rows)
     if not fallen:
         return
-    kinds = {
-        (_LAYER_NUMBER.sub("*", r.path), r.requested, r.delivered, r.reason): None for r in fallen
-    }
-    listed = "; ".join(
-        f"{path} was to run in {wanted} and runs in {got} ({why or 'no reason given'})"
-        for path, wanted, got, why in kinds
-    )
     raise PrecisionError(
         complaint(
             "--fp4-format" if fallen[0].requested.startswith("fp4") else "--fp8-format",
@@ -116,3 +135,16 @@ def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:
             "Pass --fp8-allow-fallback to train like this all the same, or change what stops it",
         )
     )
+
+
+def _fallen(rows: Iterable[PrecisionRow]) -> tuple[list[PrecisionRow], str]:
+    """The products that fell back, and in words, once for layers that are alike."""
+    fallen = [r for r in rows if r.is_fallback]
+    kinds = {
+        (_LAYER_NUMBER.sub("*", r.path), r.requested, r.delivered, r.reason): None for r in fallen
+    }
+    listed = "; ".join(
+        f"{path} was to run in {wanted} and runs in {got} ({why or 'no reason given'})"
+        for path, wanted, got, why in kinds
+    )
+    return fallen, listed

@@ -129,6 +129,8 @@ def build_gpt(
         weight_grads: Where linear layers may put off their weight gradients.
     """
     fp8 = Fp8State.from_config(cfg, runtime.device)
+    if runtime.fallback is not None:
+        fp8.replaced = (runtime.fallback.instead_of, runtime.fallback.why)
     fp8.rng = rng = RngStreams(cfg.seed, runtime.mesh, runtime.device)
     build = Build(
         config=cfg,

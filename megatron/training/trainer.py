@@ -196,11 +196,20 @@ class Trainer:
         if parts.fp8.is_warming_up:
             count = cfg.fp8_warmup_iters
             self._say(f"FP8 starts at iteration {count + 1} (--fp8-warmup-iters {count})")
-        padded = precision.padding_note(cfg, parts.fp8, self._runtime.backend.name)
-        for note in filter(None, (padded, precision.resting_note(cfg, parts.ddp))):
+        notes = precision.device_notes(cfg, parts.fp8, self._runtime.backend.name)
+        for note in filter(None, (*notes, precision.resting_note(cfg, parts.ddp))):
             self._say(note)
         if not cfg.fp8_allow_fallback:
             precision.refuse_fallback(rows)
+        else:
+            self._warn_of_fallback(rows)
+
+    def _warn_of_fallback(self, rows: list[PrecisionRow]) -> None:
+        """Say once what does not run as asked."""
+        fallback = self._runtime.fallback
+        warning = fallback.warning if fallback is not None else precision.fallback_warning(rows)
+        if warning and self._runtime.launch.rank == 0:
+            self.bus.emit(Incident(warning))
 
     def _show_precision(self) -> list[PrecisionRow]:
         """Show and return the precision of every layer of the model."""

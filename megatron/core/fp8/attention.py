@@ -298,9 +298,7 @@ class AttentionPrecision:
             return PrecisionRow(
                 self.path, product, name, plain, "softmax attention", reason, bool(planned)
             )
-        kernel = kernel_name(
-            first, second, hardware=False, emulation="exact", device=self.state.device
-        )
+        kernel = kernel_name(first, second, emulation="exact", device=self.state.device)
         reasons = [self.decision.rule] if self.decision.rule else []
         if self.state.hardware:
             reasons.append("torch has no attention in FP8")

@@ -219,11 +219,18 @@ def _backward(
     one_cast = dgrad_in_fp8 == wgrad_in_fp8
     if not (dgrad_in_fp8 or wgrad_in_fp8):
         measure(precision, Role.GRAD_OUTPUT, dy)
+    kept: Any = None
     if dgrad_in_fp8:
-        one_cast = wgrad_in_fp8 and precision.quantizer(Role.GRAD_OUTPUT).transposable
-        rows = precision.rowwise(Role.GRAD_OUTPUT, dy, seed=seed) if made is None else made
+        quantizer = precision.quantizer(Role.GRAD_OUTPUT)
+        one_cast = wgrad_in_fp8 and quantizer.transposable
+        if made is None and wants_dw and wgrad_in_fp8 and quantizer.hardware:
+            rows, kept = precision.both(Role.GRAD_OUTPUT, dy, seed=seed)
+        else:
+            rows = precision.rowwise(Role.GRAD_OUTPUT, dy, seed=seed) if made is None else made
     if soon and wants_dw and one_cast:
         rows = ready(rows)
+    if kept is None:
+        kept = rows if one_cast else dy
     if dx is not None:
         if isinstance(weight_col, QuantizedTensor):
             emulation = precision.state.emulation
@@ -233,7 +240,7 @@ def _backward(
     if not wants_dw:
         return None
     if isinstance(x, QuantizedTensor):
-        return partial(_fp8_weight_grad, rows if one_cast else dy, x, weight, precision, seed)
+        return partial(_fp8_weight_grad, kept, x, weight, precision, seed)
     plain = dy if isinstance(rows, QuantizedTensor) else rows
     return partial(_plain_weight_grad, plain, x, weight)
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron.config import fp8_policy
 from megatron.config.fp8 import published_format
-from megatron.core.capability import has_fp8_hardware
+from megatron.core.capability import fp8_gemm, has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import resume, watched
 from megatron.core.fp8.accumulation import emulation_of, refuse_hardware
@@ -26,6 +26,7 @@ from megatron.core.fp8.attention import (
 from megatron.core.fp8.expert_state import stack_experts, take_experts
 from megatron.core.fp8.formats import Format
 from megatron.core.fp8.gemm import EMULATIONS
+from megatron.core.fp8.hardware import Verdict, verdict
 from megatron.core.fp8.nvfp4 import NVFP4BlockScaling
 from megatron.core.fp8.policy import HIGH_PRECISION, Fp8Policy, LayerRule
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
@@ -119,6 +120,7 @@ class Fp8State:
             changed between steps, alike on all ranks.
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
         emulation: `fast`, `exact` or `hopper`, where there is no FP8 hardware.
+        replaced: The layer backend that was asked for and why it cannot run, if this is another.
         generation: Counts synchronisations; weights are quantized anew after each.
         rng: Where seeds of random roundings come from, with the position in training. None, as in
             a loop of your own: from torch's default generator.
@@ -149,6 +151,7 @@ class Fp8State:
         self.policy, self.recipe = policy, policy.recipe
         self.device, self.params_dtype = torch.device(device), params_dtype
         self.emulation = emulation
+        #: Whether this device multiplies FP8 at all; see `products`.
         self.hardware = has_fp8_hardware(self.device)
         if self.hardware:
             refuse_hardware(emulation, self.device)
@@ -156,6 +159,7 @@ class Fp8State:
         self.held = ""
         self.warmup_iters = warmup_iters if self.enabled else 0
         self.recording = True
+        self.replaced: tuple[str, str] | None = None
         self.generation = 0
         self.rng: RngStreams | None = None
         self.stats: StatsCollector | None = None
@@ -203,6 +207,12 @@ class Fp8State:
             warmup_iters=config.fp8_warmup_iters,
             attention=AttentionChoice(config.fp8_dot_product_attention, config.fp8_dpa_bwd),
         )
+
+    def products(self, recipe: Recipe) -> Verdict:
+        """Whether a recipe's products run in hardware here, and why not."""
+        if not self.hardware:
+            return Verdict(False, fp8_gemm().reason)
+        return verdict(recipe, self.device, self.params_dtype)
 
     # -- building -------------------------------------------------------------------------------
 
