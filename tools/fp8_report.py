@@ -159,7 +159,7 @@ def event_line(event: LoggedEvent) -> dict[str, Any]:
 def why_nothing(log: RunLog) -> str:
     """Return why there is no heat map, in one sentence."""
     config = log.start.get("config") or {}
-    if config and not config.get("fp8_format"):
+    if config and not (config.get("fp8_format") or config.get("fp4_format")):
         return "This run is not in FP8 (no --fp8-format), so there are no casts to measure."
     if config.get("fp8_stats_interval") == 0:
         return "This run measured no casts: it has --fp8-stats-interval 0."
@@ -177,6 +177,8 @@ def notes(log: RunLog) -> list[str]:
         named = ", ".join(str(n) for n in log.unreadable[:5])
         more = f" and {len(log.unreadable) - 5} more" if len(log.unreadable) > 5 else ""
         out.append(f"Lines that could not be read and are left out: {named}{more}.")
+    if log.earlier_runs:
+        out.append("Earlier runs in the same log are left out.")
     if log.starts > 1:
         out.append(f"The run was started {log.starts} times; the newest record of a step counts.")
     if log.abandoned:
@@ -187,22 +189,22 @@ def notes(log: RunLog) -> list[str]:
 def page_data(log: RunLog) -> dict[str, Any]:
     """Return everything that the page shows, as plain values without NaN."""
     config = log.start.get("config") or {}
+    kind = next((k for k in ("fp4", "fp8") if config.get(f"{k}_format")), None)
     lines = [event_line(event) for event in log.events]
-    in_fp8 = sum(x["count"] for x in log.precision if str(x["delivered"]).startswith("fp8"))
     data = {
         "source": log.path.name,
         "folder": log.path.resolve().parent.name,
         "run": {
             "iteration": log.last_iteration,
             "train_iters": config.get("train_iters"),
-            "recipe": config.get("fp8_recipe") if config.get("fp8_format") else None,
-            "format": config.get("fp8_format"),
+            "kind": (kind or "fp8").upper(),
+            "recipe": config.get(f"{kind}_recipe"),
+            "format": config.get(f"{kind}_format"),
             "interval": config.get("fp8_stats_interval"),
             "ranks": log.start.get("world_size"),
             "device": log.start.get("device"),
             "backend": log.start.get("backend"),
             "parameters": log.start.get("parameters"),
-            "gemms_in_fp8": in_fp8,
         },
         "curve": curve(log),
         "heat": heat(log),

@@ -2,7 +2,7 @@
 
 A run may have ended in the middle of a line, may have been resumed into the same file, and may have
 gone back to an earlier step: for each iteration the newest record counts, and what was left behind
-is kept apart.
+is kept apart. Where a new run was written to the file of an old one, the new one counts.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class RunLog:
         precision: Lines of the newest precision table.
         events: Everything else, in the order of the file.
         starts: How often the run was started.
+        earlier_runs: Runs before it that wrote to the same file from their first step on; nothing
+            of them is kept.
         unreadable: Numbers of lines that could not be read, from 1.
         lines: How many lines there are.
     """
@@ -65,6 +67,7 @@ class RunLog:
     precision: list[dict[str, Any]] = field(default_factory=list)
     events: list[LoggedEvent] = field(default_factory=list)
     starts: int = 0
+    earlier_runs: int = 0
     unreadable: list[int] = field(default_factory=list)
     lines: int = 0
 
@@ -81,10 +84,7 @@ class RunLog:
     def _take(self, step: object, data: dict[str, Any], latest: int) -> int:
         """Take one record; returns the iteration that the log is at."""
         if step == "PARAMETER":
-            self.start = data
-            self.starts += 1
-            self._go_back(int(data.get("iteration") or 0))
-            return int(data.get("iteration") or 0)
+            return self._take_start(data, int(data.get("iteration") or 0))
         if isinstance(step, int):
             losses = {
                 name.removeprefix(_VALIDATION): value
@@ -99,6 +99,19 @@ class RunLog:
         for kind, fields in data.items():
             self._take_event(kind, fields, latest)
         return latest
+
+    def _take_start(self, data: dict[str, Any], iteration: int) -> int:
+        if iteration == 0 and self.starts:
+            self.earlier_runs += 1
+            self.starts = 0
+            for kept in (self.steps, self.validation, self.stats):
+                kept.clear()
+            for told in (self.abandoned, self.precision, self.events):
+                told.clear()
+        self.start = data
+        self.starts += 1
+        self._go_back(iteration)
+        return iteration
 
     def _take_event(self, kind: str, fields: Any, latest: int) -> None:
         if not isinstance(fields, dict):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.config.fp8 import recipe_of
 from megatron.core.errors import TrainingError, complaint
 from megatron.core.fp8 import Fp8State
 from megatron.core.fp8.agreement import check_agreement
@@ -23,7 +24,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 def collector(runtime: Runtime) -> StatsCollector | None:
     """Return what measures the casts of a run; None where it is not to."""
     cfg, mesh = runtime.config, runtime.mesh
-    if not cfg.fp8_format or not cfg.fp8_stats_interval:
+    if recipe_of(cfg) is None or not cfg.fp8_stats_interval:
         return None
     return StatsCollector(
         cfg.fp8_stats_interval, cfg.fp8_stats_samples, mesh.tp_cp_dp, mesh.pp, runtime.device

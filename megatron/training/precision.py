@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from megatron.config import RunConfig
 from megatron.config.alignment import padding
+from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8 import Fp8State, PrecisionRow
 from megatron.core.mesh import Axis
@@ -17,11 +18,16 @@ from megatron.observe.events import PrecisionLine, PrecisionTable
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def summarize(rows: Iterable[PrecisionRow]) -> PrecisionTable:
+def summarize(rows: Iterable[PrecisionRow], changed: bool = False) -> PrecisionTable:
     """Return one line a group of equal rows.
 
     Layers that differ by their number only share a line, and so do the GEMMs of a layer that run
     alike.
+
+    Args:
+        rows: Of the whole model.
+        changed: Whether the run has shown a table before; layers that do not run as requested are
+            then named one by one.
     """
     by_layer: dict[str, list[PrecisionRow]] = {}
     for row in rows:
@@ -31,10 +37,12 @@ def summarize(rows: Iterable[PrecisionRow]) -> PrecisionTable:
         alike = len({(r.requested, r.delivered, r.kernel, r.reason) for r in own}) == 1
         for row in own[:1] if alike else own:
             gemm = "all" if alike else row.gemm
-            module = _LAYER_NUMBER.sub("*", path)
+            named = changed and row.requested != row.delivered
+            module = path if named else _LAYER_NUMBER.sub("*", path)
             key = (module, gemm, row.requested, row.delivered, row.kernel, row.reason)
             counts[key] = counts.get(key, 0) + 1
-    return PrecisionTable(tuple(PrecisionLine(*key, count) for key, count in counts.items()))
+    lines = (PrecisionLine(*key, count) for key, count in counts.items())
+    return PrecisionTable(tuple(lines), changed)
 
 
 def of_all_stages(rows: Iterable[PrecisionRow], axis: Axis) -> list[PrecisionRow]:
@@ -66,6 +74,19 @@ def padding_note(cfg: RunConfig, fp8: Fp8State, backend: str) -> str:
     if backend != "native" or not fp8.hardware:
         return ""
     return padding(cfg) if any(recipe.has_hardware_gemm for recipe in fp8.policy.recipes) else ""
+
+
+def resting_note(cfg: RunConfig, ddp: DistributedDataParallel) -> str:
+    """How many of this rank's weights rest in FP8, in one line; empty without the flag."""
+    if not cfg.fp8_param_gather:
+        return ""
+    held = [p for p in ddp.trained_params if ddp.is_in_fp8(p)]
+    resting, every = (sum(p.numel() for p in some) for some in (held, ddp.trained_params))
+    why = "" if held else ": no layer here makes output and input gradient in FP8"
+    return (
+        f"FP8 weights: {len(held)} of this rank's {len(ddp.trained_params)} parameters, "
+        f"{resting / max(every, 1):.1%} of its elements, rest in FP8 (--fp8-param-gather){why}"
+    )
 
 
 def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:

@@ -1,4 +1,4 @@
-"""What docs/fp8.md shows runs as written."""
+"""What docs/fp8.md and docs/observability.md show runs as written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.config.cli import parse
 from megatron.config.fp8_policy import KEYS, recipes_in_use
+from megatron.config.schema import SPECS
 
 DOC = Path(__file__).parents[2] / "docs" / "fp8.md"
 
@@ -33,3 +34,22 @@ def test_policies_that_are_shown_can_be_followed():
         assert recipes_in_use(cfg) == {"mxfp8", "tensorwise"}
     for entry in KEYS:
         assert f"`{entry}`" in text
+
+
+def test_example_of_the_figures(capsys):
+    doc = DOC.with_name("observability.md")
+    (example,) = re.findall(r"```python\n(.*?)```", doc.read_text(), re.DOTALL)
+    exec(compile(example, str(doc), "exec"), {})
+    snr, saturated = map(float, re.findall(r"[\d.]+", capsys.readouterr().out))
+    assert 25 < snr < 40
+    assert saturated == 0.0
+
+
+def test_every_flag_and_alert_of_the_figures_is_described():
+    text = DOC.with_name("observability.md").read_text()
+    section = [name for name, spec in SPECS.items() if spec.section == "fp8_stats"]
+    assert all(f"`--{name.replace('_', '-')}" in text for name in section)
+    source = (DOC.parents[1] / "megatron" / "training" / "fp8_alerts.py").read_text()
+    kinds = re.findall(r'^            \("([a-z ]+)", ', source, re.MULTILINE)
+    assert len(kinds) == 7
+    assert all(f"| {kind} |" in text for kind in kinds)

@@ -75,6 +75,15 @@ def test_a_resumed_run_keeps_the_newest_record_of_a_step(tmp_path):
     assert log.starts == 2
 
 
+def test_a_new_run_in_the_file_of_an_old_one_counts_alone(tmp_path):
+    start = line("PARAMETER", **START)
+    incident = line([], Incident={"what": "old", "where": ""})
+    log = log_of(tmp_path, start, step(1, 9.0), stats(1), incident, start, step(2, 3.0))
+    assert list(log.steps) == [2]
+    assert (log.stats, log.events, log.abandoned, log.earlier_runs) == ({}, [], [], 1)
+    assert fp8_report.notes(log) == ["Earlier runs in the same log are left out."]
+
+
 def test_a_run_that_went_back_shows_what_it_left(tmp_path):
     event = {"iteration": 4, "back_to": 2, "reason": "loss 9", "count": 1}
     log = log_of(tmp_path, step(1, 5.0), step(2, 4.0), step(4, 9.0), line([], Rollback=event),

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.capability import gemm_dtype
+from megatron.core.fp8.calibrate import measure_forward, measure_gradient
 from megatron.core.fp8.comm import PLAIN, Sharding, Transfers, gather_rows, tensor_of
 from megatron.core.fp8.gemm import Operand, Product, gemm_nt, gemm_nt_accumulate, ready
 from megatron.core.fp8.precision import LinearPrecision
@@ -92,10 +93,14 @@ def _multiply(
     check_readable(weight)
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
+    measure_forward(precision, x, weight)
     native = gemm_dtype(weight.dtype, weight.device) == weight.dtype
     if sharding.is_local and native and not accumulates(weight) and not accumulates(bias):
-        return F.linear(x, weight, bias)
-    return _plain_linear(x, weight, bias, sharding, later)
+        y = F.linear(x, weight, bias)
+    else:
+        y = _plain_linear(x, weight, bias, sharding, later)
+    measure_gradient(precision, y)
+    return y
 
 
 def accumulates(parameter: torch.Tensor | None) -> bool:

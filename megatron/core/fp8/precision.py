@@ -97,7 +97,9 @@ class LinearPrecision:
         state: The run's FP8 state.
         slots: The layer's columns in the book; None without delayed scaling.
         suspended: Why the layer is held in high precision for now; empty if it is not. May be
-            changed between steps, alike on all ranks; nothing is recorded meanwhile.
+            changed between steps, alike on all ranks. Magnitudes are recorded all the same, see
+            `calibrate`.
+        measured_weight: The weight whose magnitude was recorded last while the layer was held back.
         gradients_differ: Whether tensor-parallel ranks hold different output gradients. If they
             round at random, they then do so with different numbers.
         fp8_meta: Scaling state under Transformer Engine's keys: `scaling_fwd` and `scaling_bwd`
@@ -109,6 +111,7 @@ class LinearPrecision:
     ) -> None:
         self.path, self.decision, self.state, self.slots = path, decision, state, slots
         self.suspended, self.gradients_differ = "", False
+        self.measured_weight: tuple[int, ...] = ()
         self._quantizers: dict[Role, Quantizer] = {}
         if decision.recipe is not None:
             self._quantizers = {role: self._quantizer(decision.recipe, role) for role in Role}
@@ -154,7 +157,12 @@ class LinearPrecision:
     @property
     def active(self) -> bool:
         """Whether a forward started now runs in FP8."""
-        return self.decision.recipe is not None and self.state.enabled and not self.suspended
+        return self.decision.recipe is not None and self.state.enabled and not self.held_back
+
+    @property
+    def held_back(self) -> str:
+        """Why the layer is held in high precision for now; empty if it is not."""
+        return self.suspended or self.state.held
 
     @property
     def wants_fp32_norm(self) -> bool:
@@ -190,8 +198,9 @@ class LinearPrecision:
 
     def column(self, role: Role, kept: Operand, *, seed: int = 0) -> QuantizedTensor:
         """As `Quantizer.column`; the collector takes note where it is the tensor's only cast."""
-        made = self._quantizers[role].seeded(seed).column(kept)
-        if isinstance(kept, torch.Tensor) and not self.decision.dgrad:
+        quantizer = self._quantizers[role].seeded(seed)
+        made = quantizer.column(kept)
+        if isinstance(kept, torch.Tensor) and not self.decision.dgrad and not quantizer.mixes:
             self._note(role, kept.t(), made)
         return made
 
@@ -215,6 +224,8 @@ class LinearPrecision:
         """
         resting = getattr(weight, "fp8_weight", None)
         if resting is not None and resting.rests:
+            if self.state.stats is not None and self.state.recording:
+                self.state.stats.note_magnitude(self.path, Role.WEIGHT, *resting.figures())
             operands: tuple[QuantizedTensor, QuantizedTensor] = resting.operands()
             return operands
         source = (weight.data_ptr(), weight._version, weight.dtype)
@@ -257,7 +268,7 @@ class LinearPrecision:
         first, second = (decision.recipe.format_of(role) for role in _OPERANDS[gemm])
         name = f"{decision.recipe.family} {first.name}x{second.name} {decision.recipe.name}"
         if not self.active:
-            planned = self.suspended or self.state.waits(decision.rule)
+            planned = self.held_back or self.state.waits(decision.rule)
             reason = planned or "FP8 is switched off at this step"
             return PrecisionRow(
                 self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(planned)

@@ -34,12 +34,14 @@ class Quantizer(ABC):
         hardware: Whether operands are made in the FP8 type (for FP8 hardware) or held in bf16.
         wants_fp32: Whether a normalisation should hand over its fp32 output, unrounded.
         transposable: Whether `colwise(x)` is `rowwise(x)` transposed: one cast serves both.
+        mixes: Whether `colwise(x)` is of another tensor, of which only a product is that of `x`.
 
     A forward keeps for the backward what `keep` returns; `column` makes the operand of it.
     """
 
     wants_fp32 = False
     transposable = True
+    mixes = False
 
     def __init__(self, fmt: Fp8Format, role: Role, *, hardware: bool = False) -> None:
         self.fmt, self.role, self.hardware = fmt, role, hardware

@@ -115,6 +115,8 @@ class Fp8State:
         attention: What the run asks for inside attention.
         attention_book: Those of attention layers whose recipe has no history otherwise; or None.
         enabled: Whether forwards started now run in FP8. May be switched between steps.
+        held: Why the whole model is held in high precision for now; empty if it is not. May be
+            changed between steps, alike on all ranks.
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
         emulation: `fast`, `exact` or `hopper`, where there is no FP8 hardware.
         generation: Counts synchronisations; weights are quantized anew after each.
@@ -151,6 +153,7 @@ class Fp8State:
         if self.hardware:
             refuse_hardware(emulation, self.device)
         self.enabled = self.recipe is not None
+        self.held = ""
         self.warmup_iters = warmup_iters if self.enabled else 0
         self.recording = True
         self.generation = 0
@@ -418,12 +421,17 @@ class Fp8State:
         held |= {path: layer.suspended for path, layer in self.attention_layers.items()}
         return {path: reason for path, reason in held.items() if reason}
 
-    def _suspend_as(self, saved: Mapping[str, Any]) -> None:
-        """Hold the layers back that a checkpoint's run had held back."""
-        held = saved.get("suspended") or {}
+    def suspend(self, held: Mapping[str, str]) -> None:
+        """Hold these layers in high precision, with their reasons, and no others."""
         layers: list[LinearPrecision | AttentionPrecision] = list(self.layers.values())
         for layer in [*layers, *self.attention_layers.values()]:
             layer.suspended = str(held[layer.path]) if layer.path in held else ""
+
+    def renew(self) -> None:
+        """Say that scales were written from outside: whatever was cast with them is cast anew."""
+        for book in self.books:
+            book.generation += 1
+        self.generation += 1
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> list[str]:
         """Take over a saved state, layer by layer, where it fits this run.
@@ -438,7 +446,7 @@ class Fp8State:
             CheckpointError: If layers are missing, all listed.
         """
         state = state or {}
-        self._suspend_as(state)
+        self.suspend(state.get("suspended") or {})
         if self.recipe is None:
             return resume.ignored(state)
         before = resume.precision_before(state, self._kinds)

@@ -26,8 +26,6 @@ from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_reduce_, gather_objects
 
-# Scale times magnitude may exceed the format's maximum by the rounding of both, not by more.
-_ROUNDING = 1.0 + 1e-6
 _SUMS = ("elements", "saturated", "underflow", "signal", "noise", "nonfinite", "casts")
 _Key = tuple[str, Role]
 _Numbers = tuple[_Key, list[float], list[float]]
@@ -41,7 +39,8 @@ class RoleStats:
         amax: Largest magnitude, of all elements; infinite if an element is. NaN is ignored.
         scale: The smallest multiplier in use, which is that of the block with the largest
             magnitudes; 0 if there was one that is no number.
-        saturated: Share of elements beyond the format's largest value, 0 to 1.
+        saturated: Share of elements beyond the format's largest value by more than rounding
+            takes care of (of E4M3 beyond 464, not 448), 0 to 1.
         underflow: Share of elements that are not zero and became zero, 0 to 1.
         snr_db: Energy of the tensor over energy of its error, in decibels; infinite if the cast
             was exact, NaN if all elements are zero, minus infinite if the error is no number.
@@ -101,7 +100,7 @@ def measure(x: torch.Tensor, made: QuantizedTensor, samples: int = 0) -> Tally:
     sums = torch.stack(
         [
             finite.sum(),
-            (values.abs() > limit * _ROUNDING).sum(),
+            (values.abs() > limit).sum(),
             ((values != 0) & (quantized == 0)).sum(),
             values.square().sum(),
             error.square().sum(),
@@ -109,12 +108,33 @@ def measure(x: torch.Tensor, made: QuantizedTensor, samples: int = 0) -> Tally:
             torch.ones_like(nonfinite),
         ]
     )
+    return Tally(torch.stack([amax.double(), _largest_inverse(made)]), sums.double())
+
+
+def _largest_inverse(made: QuantizedTensor) -> torch.Tensor:
+    """The largest inverse scale, fp64; infinite if one is not usable.
+
+    Under a scale of the whole tensor that of a block may be 0: all its elements became zero.
+    """
     inverse = made.scale_inv.reshape(-1)
-    usable = torch.isfinite(inverse) & (inverse > 0)
-    worst = values.new_zeros(())
-    if inverse.numel():
-        worst = torch.where(usable, inverse, torch.inf).amax()
-    return Tally(torch.stack([amax.double(), worst.double()]), sums.double())
+    if not inverse.numel():
+        return torch.zeros((), dtype=torch.float64, device=inverse.device)
+    above = made.tensor_inv
+    usable = torch.isfinite(inverse) & ((inverse > 0) if above is None else (inverse >= 0))
+    largest = torch.where(usable, inverse, torch.inf).amax().double()
+    return largest if above is None else largest * above.double()
+
+
+def _limit(made: QuantizedTensor) -> torch.Tensor:
+    """What each element may be before it counts as saturated, fp64; broadcasts.
+
+    Half a step above the largest value, up to where rounding alone leads there: the scale of an
+    FP4 block is rounded so coarsely that a block's largest element is often a little above.
+    """
+    fmt = made.fmt
+    step = 2.0 ** (math.floor(math.log2(fmt.max)) - fmt.mantissa_bits)
+    limit = made.expanded_scale_inv().double() * (fmt.max + step / 2)
+    return limit if made.tensor_inv is None else limit * made.tensor_inv.double()
 
 
 def _amax_and_nonfinite(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,11 +150,10 @@ def _amax_and_nonfinite(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _sample(
     x: torch.Tensor, made: QuantizedTensor, samples: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Elements of `x`, the same quantized, and their largest values that can be represented."""
+    """Elements of `x`, the same quantized, and from where they count as saturated."""
     rows, cols = x.shape
     if not samples or x.numel() <= samples:
-        limit = made.expanded_scale_inv().double() * made.fmt.max
-        return x.double(), made.dequantize().double(), limit
+        return x.double(), made.dequantize().double(), _limit(made)
     row, col = _places(rows, cols, samples, x.device)
     data, inverse = made.data, made.scale_inv
     codes = data if made.is_held else data.view(torch.uint8)
@@ -143,8 +162,7 @@ def _sample(
         inverse = inverse[row // made.block[0], col // made.block[1]].unsqueeze(0)
     block = None if made.block is None else (1, 1)
     few = replace(made, data=taken.unsqueeze(0), scale_inv=inverse, block=block)
-    limit = few.expanded_scale_inv().double() * made.fmt.max
-    return x[row, col].double().unsqueeze(0), few.dequantize().double(), limit
+    return x[row, col].double().unsqueeze(0), few.dequantize().double(), _limit(few)
 
 
 @lru_cache(maxsize=64)
@@ -240,9 +258,9 @@ class StatsCollector:
         self._tallies.clear()
         self._seen.clear()
 
-    def request(self) -> None:
-        """Make the next step due; on all ranks alike."""
-        self._requested = True
+    def request(self, wanted: bool = True) -> None:
+        """Make the next step due, or not by request; on all ranks alike."""
+        self._requested = wanted
 
     @torch.no_grad()
     def note(self, path: str, role: Role, x: torch.Tensor, made: QuantizedTensor) -> None:
@@ -264,6 +282,25 @@ class StatsCollector:
         if before is None or role is not Role.WEIGHT:
             tally = measure(x, made, self.samples)
             self._tallies[key] = tally if before is None else before.plus(tally)
+
+    @torch.no_grad()
+    def note_magnitude(
+        self, path: str, role: Role, amax: torch.Tensor, scale_inv: torch.Tensor
+    ) -> None:
+        """Take note of a tensor that is never whole in high precision, once a step.
+
+        Args:
+            path: The layer.
+            role: Which of its tensors.
+            amax: Its largest magnitude, one element.
+            scale_inv: Inverses of the scales in use.
+        """
+        if not self.due:
+            return
+        self._seen.add(path)
+        if (path, role) not in self._tallies:
+            highest = torch.stack([amax.double(), scale_inv.double().amax()])
+            self._tallies[path, role] = Tally(highest, highest.new_zeros(len(_SUMS)))
 
     @torch.no_grad()
     def note_slots(self, slots: Iterable[tuple[str, Role, Slot]]) -> None:
