@@ -41,20 +41,25 @@ def advance(cfg, parts, step, first, count):
     return done
 
 
-def store(cfg, mesh, parts):
+def store(cfg, mesh, parts, iteration=2):
     parts.ddp.finish_param_sync()
-    progress = Progress(iteration=2)
+    progress = Progress(iteration=iteration)
     return save_checkpoint(
         cfg, mesh, model=parts.model, optimizer=parts.optimizer, scheduler=parts.scheduler,
-        fp8=parts.fp8, progress=progress, say=lambda line: None,
+        fp8=parts.fp8, progress=progress, residual=parts.residual(cfg, mesh),
+        say=lambda line: None,
     )  # fmt: skip
 
 
 def fetch(cfg, mesh, parts):
+    """Load; returns what was said."""
+    said = []
     assert load_checkpoint(
         cfg, mesh, model=parts.model, optimizer=parts.optimizer, scheduler=parts.scheduler,
-        fp8=parts.fp8, progress=Progress(), say=lambda line: None,
+        fp8=parts.fp8, progress=Progress(), residual=parts.residual(cfg, mesh),
+        say=said.append,
     )  # fmt: skip
+    return said
 
 
 def weights(mesh, parts):

@@ -11,8 +11,9 @@ schedule: one line a pipeline rank and one column a time step; ``3`` is the forw
 microbatch 3, ``3'`` its backward pass, ``3w`` its weight pass in a schedule that has them, ``.``
 idle time. With virtual stages a letter names the rank's stage, as in ``a3``.
 
-comm: what a rank sends in a training step, by part of the step. It takes the flags of
-pretrain_gpt.py, needs no other process, and shows ranks that send the same once.
+comm: what a rank sends in a training step, by part of the step, and what FP8 saves of it and
+spends on scales, with the flags that decide about it. It takes the flags of pretrain_gpt.py, needs
+no other process, and shows ranks that send the same once.
 
 gemm: which kernel multiplies FP8 operands, and why, on this machine or on a device of another
 compute capability: for every recipe, or with a run's flags for every layer of its model.
@@ -130,7 +131,14 @@ def show_communication(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """
     # Here, so that a schedule is shown without paying for torch.
     from megatron.config.cli import parse
-    from megatron.training.communication import as_dict, lines, readable, sent_bytes
+    from megatron.training.communication import (
+        as_dict,
+        lines,
+        readable,
+        saving_lines,
+        savings,
+        sent_bytes,
+    )
     from megatron.training.dry_run import communication, complete
     from megatron.training.dry_run.ranks import spans
     from megatron.training.providers import saved_config
@@ -140,7 +148,12 @@ def show_communication(args: argparse.Namespace, flags: Sequence[str]) -> None:
     what = "pipeline_ranks" if args.rank is None else "ranks"
     if args.json:
         entries = [
-            {what: where, "sent_bytes": sent_bytes(rows), "rows": as_dict(rows)}
+            {
+                what: where,
+                "sent_bytes": sent_bytes(rows),
+                "rows": as_dict(rows),
+                "savings": as_dict(savings(rows)),
+            }
             for where, rows in found
         ]
         print(json.dumps({"world_size": config.world_size, "communication": entries}, indent=1))
@@ -149,7 +162,7 @@ def show_communication(args: argparse.Namespace, flags: Sequence[str]) -> None:
         name = what.replace("_", " ").removesuffix("s")
         total = readable(sent_bytes(rows))
         print(f"{name} {spans(where)}, a step of {config.world_size} rank(s): {total} sent")
-        print("\n".join(f"  {line}" for line in lines(rows)))
+        print("\n".join(f"  {line}" for line in (*lines(rows), *saving_lines(rows))))
 
 
 def show_products(args: argparse.Namespace, flags: Sequence[str]) -> int:

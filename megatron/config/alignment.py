@@ -1,4 +1,4 @@
-"""Which sizes the FP8 products of Transformer Engine take. The one place that knows.
+"""Which sizes the FP8 and FP4 products of Transformer Engine take. The one place that knows.
 
 The native backend takes any size: it pads inside the product where hardware wants multiples.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.config.fp8_policy import recipes_in_use
 from megatron.config.problems import Problem
 
 ALIGNMENT = 16
@@ -20,6 +21,11 @@ Extent = tuple[tuple[str, ...], str, int, int]
 def alignment_of(recipe: str) -> int:
     """Multiple that tokens and widths must be, by the recipe's name."""
     return _WIDER.get(recipe, ALIGNMENT)
+
+
+def expert_alignment_of(recipe: str) -> int:
+    """Multiple that the tokens of each expert must be in a grouped product."""
+    return 128 if recipe == "nvfp4" else alignment_of(recipe)
 
 
 def _counts(c: Any, *names: str) -> bool:
@@ -97,15 +103,17 @@ def nearest_multiples(size: int, multiple: int) -> list[int]:
 
 
 def misaligned(c: Any) -> Iterator[Problem]:
-    """Yield a problem for each size that FP8 on Transformer Engine would refuse.
+    """Yield a problem for each size that FP8 or FP4 on Transformer Engine would refuse.
 
     Args:
         c: A configuration, finished or not.
     """
-    if c.fp8_format is None:
-        return
-    multiple = alignment_of(c.fp8_recipe)
+    multiples = [alignment_of(name) for name in recipes_in_use(c)] or [1]
+    kind = "fp4" if c.fp8_format is None else "fp8"
     for flags, what, size, step in extents(c):
+        # Every layer sees the tokens; a width concerns some layers, which are checked as they are
+        # built.
+        multiple = max(multiples) if flags[0] == "--seq-length" else min(multiples)
         if size % multiple == 0:
             continue
         near = nearest_multiples(size, multiple)
@@ -116,8 +124,9 @@ def misaligned(c: Any) -> Iterator[Problem]:
         yield Problem(
             flags,
             size,
-            f"This is {what}, and FP8 products of Transformer Engine need a multiple of {multiple}",
-            f"{fix}, use --transformer-impl native, or train without --fp8-format",
+            f"This is {what}, and {kind.upper()} products of Transformer Engine need a multiple of"
+            f" {multiple}",
+            f"{fix}, use --transformer-impl native, or train without --{kind}-format",
         )
 
 

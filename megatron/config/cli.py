@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from megatron.config import compat, overlap_cfg
+from megatron.config import compat, overlap_cfg, yaml_text
 from megatron.config.field import Spec
 from megatron.config.inherit import SavedConfig, inherit
 from megatron.config.problems import ConfigError, Problem
@@ -137,32 +135,18 @@ class _Reader:
             self.problems.append(Problem((flag,), token, why, fix))
 
 
-class _Loader(yaml.SafeLoader):
-    """Plain values only; a key that stands twice is an error instead of the last one winning."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            name = str(key.value)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{name} stands there twice", key.start_mark
-                )
-            seen.add(name)
-        return super().construct_mapping(node, deep)
-
-
 def _load(path: str, flag: str) -> tuple[Any, list[Problem]]:
     """Return what a YAML file holds, None for nothing, and why it cannot be read."""
     try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader), []
+        return yaml_text.read_text(Path(path).read_text(encoding="utf-8")), []
     except OSError as error:
         fix = "Check the path; it is relative to the current folder"
         return None, [Problem((flag,), path, f"It cannot be read: {error.strerror}", fix)]
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        text = " ".join(str(error).split()).replace('"<unicode string>", ', "")
-        why = f"It is not YAML that can be read: {text}"
+    except UnicodeDecodeError as error:
+        why = f"It is not YAML that can be read: {error}"
         return None, [Problem((flag,), path, why, "Correct the file")]
+    except ValueError as error:
+        return None, [Problem((flag,), path, str(error), "Correct the file")]
 
 
 def read_overlap_cfg(

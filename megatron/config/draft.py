@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.config import compat
+from megatron.config import compat, fp8_policy
 from megatron.config.fp8 import published_format
 from megatron.config.placement import PlacementError, virtual_size_of
 from megatron.config.problems import Problem
@@ -256,20 +256,38 @@ def _derive_data(c: Draft) -> None:
         c.fill("padded_vocab_size", padded)
 
 
+def _derive_replicas(c: Draft) -> None:
+    c.fill("grad_reduce_dtype", "bf16" if c.grad_reduce_in_bf16 else "fp32")
+
+
 def _notice_gradient_format(c: Draft) -> None:
-    if c.fp8_format == "hybrid" and published_format(c.fp8_recipe) == "e4m3":
+    for recipe in fp8_policy.hybrid_recipes(c):
+        if published_format(recipe) != "e4m3":
+            continue
         c.notices.append(
-            f"--fp8-format hybrid with --fp8-recipe {c.fp8_recipe}: gradients are E5M2, which have"
+            f"--fp8-format hybrid with --fp8-recipe {recipe}: gradients are E5M2, which have"
             " a bit less precision; with scales for blocks E4M3 has range enough, and this recipe"
             " is published with --fp8-format e4m3"
         )
 
 
+def _derive_fp8_policy(c: Draft) -> None:
+    if c.fp8_policy is None or "fp8_policy" in c.broken:
+        return
+    try:
+        c.values["fp8_policy_text"] = fp8_policy.load(c.fp8_policy)
+    except ValueError as error:
+        fix = "Check the path; it is relative to the current folder"
+        c.problems.append(Problem((fp8_policy.FLAG,), c.fp8_policy, str(error), fix))
+
+
 _STEPS: tuple[Callable[[Draft], None], ...] = (
+    _derive_fp8_policy,
     _derive_shape,
     _derive_mesh,
     _derive_experts,
     _derive_duration,
+    _derive_replicas,
     _notice_early_end,
     _notice_gradient_format,
     _derive_data,

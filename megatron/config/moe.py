@@ -9,6 +9,7 @@ from typing import Any
 from megatron.config.field import field
 
 AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+TRAVEL_TYPES = ("bf16", "mxfp8", "blockwise")
 
 # Sums of lists of zeros and ones, each perhaps repeated: ([0]*3+[1]*58).
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
@@ -82,6 +83,17 @@ class MoeConfig:
         "allgather",
         choices=("allgather", "alltoall"),
         help="How tokens travel: every rank gathers all of them, or receives only its experts'.",
+    )
+    moe_dispatch_fwd_dtype: str = field(
+        "bf16",
+        choices=TRAVEL_TYPES,
+        help="What tokens travel to their experts in: the model's type (bf16, whatever it is), or"
+        " FP8 with a power-of-two scale for each 32 (mxfp8) or 128 (blockwise) elements.",
+    )
+    moe_combine_bwd_dtype: str = field(
+        "bf16",
+        choices=TRAVEL_TYPES,
+        help="The same for the gradients that travel to the experts in the backward pass.",
     )
     moe_shared_expert_intermediate_size: int | None = field(
         help="Width of an expert that every token passes.", fallback="no shared expert"

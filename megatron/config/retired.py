@@ -196,7 +196,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "Remove it",
     ),
     "--spec": ("Layers follow from the flags here", "Use --transformer-impl"),
-    "--fp8-param-gather": ("Parameters are not kept in FP8 in this release", "Remove it"),
     "--skip-train": ("Evaluation without training is not in this release", "Remove it"),
     "--use-mp-args-from-checkpoint-args": (
         "Checkpoints load at any parallel layout",
@@ -229,9 +228,15 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
         "",
     ),
     (
-        r"fp4-|fp8-quantizer|fp8-output|keep-fp8|reuse-grad-buf|te-precision",
+        r"te-precision",
+        "A precision file of Transformer Engine is",
+        "Write rules for --fp8-policy; docs/fp8-policy.md says how",
+    ),
+    (
+        r"fp4-|fp8-quantizer|fp8-output|keep-fp8|reuse-grad-buf",
         "That use of low precision is",
-        "Use --fp8-format with --fp8-recipe delayed, tensorwise, blockwise or mxfp8",
+        "Use --fp8-format with --fp8-recipe delayed, tensorwise, blockwise or mxfp8, or use"
+        " --fp4-format",
     ),
     (
         r"cuda-graph|external-cuda|enable-cuda-graph|optimizer-cuda-graph",
@@ -295,6 +300,10 @@ REFUSED_VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("fp8_recipe", "custom"): (
         "Custom quantizers are not in this release",
         "Use --fp8-recipe delayed, tensorwise, blockwise or mxfp8",
+    ),
+    ("fp4_recipe", "custom"): (
+        "Custom quantizers are not in this release",
+        "Use --fp4-recipe nvfp4",
     ),
     ("moe_token_dispatcher_type", "flex"): (
         "Tokens travel by the collectives of --distributed-backend",

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from megatron.config import (
     rules_data,
+    rules_fp8,
+    rules_fp8_attention,
+    rules_fp8_stats,
+    rules_guards,
     rules_model,
     rules_moe,
     rules_overlap,
     rules_parallel,
     rules_pipeline,
+    rules_replicas,
     rules_training,
 )
 from megatron.config.draft import Draft
@@ -20,11 +25,16 @@ __all__ = ["RULES", "ConfigError", "Problem", "check", "rule"]
 # The order in which problems are listed and documented.
 _LISTED = (
     rules_model,
+    rules_fp8,
+    rules_fp8_attention,
+    rules_guards,
     rules_moe,
     rules_parallel,
+    rules_replicas,
     rules_overlap,
     rules_pipeline,
     rules_training,
+    rules_fp8_stats,
     rules_data,
 )
 _MODULES = [m.__name__ for m in _LISTED]

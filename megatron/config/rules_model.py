@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from megatron.config.alignment import misaligned
 from megatron.config.draft import DEFAULT_MODEL, Draft
-from megatron.config.fp8 import published_format
+from megatron.config.fp8 import published_format, recipe_of
+from megatron.config.fp8_policy import recipes_in_use
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
 
+_ON_HOPPER = ("delayed", "tensorwise", "blockwise")  # recipes that Hopper has products for
 _AT_LEAST_ONE = (
     "num_layers",
     "hidden_size",
@@ -51,6 +53,7 @@ _AT_LEAST_ONE = (
     "tensorboard_queue_size",
 )
 _AT_LEAST_ZERO = (
+    "fp8_warmup_iters",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
     "eval_iters",
@@ -259,17 +262,14 @@ def one_half_precision(c: Draft) -> Iterator[Problem]:
 
 @rule
 def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
-    """FP8 settings are given only when --fp8-format switches FP8 on."""
-    if c.fp8_format is not None or "fp8_format" in c.broken:
+    """FP8 settings are given only when --fp8-format switches FP8 on; some also with FP4."""
+    if c.fp8_format is not None or c.broken & {"fp8_format", "fp4_format"}:
         return
-    names = (
-        "fp8_recipe",
-        "fp8_margin",
-        "fp8_amax_history_len",
-        "fp8_amax_compute_algo",
-        "fp8_wgrad",
-        "first_last_layers_bf16",
-    )
+    names: tuple[str, ...] = ("fp8_recipe", "fp8_emulate_accumulation")
+    if "delayed" not in recipes_in_use(c):
+        names = (*names, "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+    if recipe_of(c) is None:
+        names = (*names, "fp8_wgrad", "first_last_layers_bf16", "fp8_warmup_iters", "fp8_policy")
     changed = tuple(flag_of(n) for n in names if c.values[n] != SPECS[n].default)
     if changed:
         yield Problem(
@@ -281,9 +281,21 @@ def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
 
 
 @rule
+def one_low_precision(c: Draft) -> Iterator[Problem]:
+    """--fp8-format and --fp4-format exclude each other."""
+    if c.fp8_format is not None and c.fp4_format is not None:
+        yield Problem(
+            ("--fp8-format", "--fp4-format"),
+            f"{c.fp8_format} and {c.fp4_format}",
+            "The operands of a product have one format",
+            "Remove one of them; --first-last-layers-bf16 goes with both",
+        )
+
+
+@rule
 def history_belongs_to_delayed_scaling(c: Draft) -> Iterator[Problem]:
-    """Margin and amax history are given only with --fp8-recipe delayed."""
-    if c.fp8_format is None or c.fp8_recipe == "delayed":
+    """Margin and amax history are given only with --fp8-recipe delayed, or a layer that has it."""
+    if c.fp8_format is None or "delayed" in (c.fp8_recipe, *recipes_in_use(c)):
         return
     names = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
     changed = [n for n in names if c.values[n] != SPECS[n].default]
@@ -294,6 +306,36 @@ def history_belongs_to_delayed_scaling(c: Draft) -> Iterator[Problem]:
             ", ".join(str(c.values[n]) for n in (*changed, "fp8_recipe")),
             f"The recipe {c.fp8_recipe} measures each tensor as it is cast and keeps no history",
             f"Remove {' and '.join(flags)}, or use --fp8-recipe delayed",
+        )
+
+
+@rule
+def emulated_sums_are_those_of_hopper(c: Draft) -> Iterator[Problem]:
+    """Hopper's accumulation is emulated on the native backend, for recipes that Hopper has."""
+    if c.fp8_emulate_accumulation != "hopper" or c.fp8_format is None:
+        return
+    flag = "--fp8-emulate-accumulation"
+    others = sorted({c.fp8_recipe, *recipes_in_use(c)} - {*_ON_HOPPER})
+    if others and "fp8_recipe" not in c.broken:
+        yield Problem(
+            (flag, "--fp8-recipe"),
+            f"hopper and {' and '.join(others)}",
+            "Hopper has no products for this recipe",
+            f"Use --fp8-recipe {', '.join(_ON_HOPPER[:-1])} or {_ON_HOPPER[-1]}",
+        )
+    if c.transformer_impl == "transformer_engine":
+        yield Problem(
+            (flag, "--transformer-impl"),
+            "hopper and transformer_engine",
+            "Transformer Engine's products run on FP8 hardware and are not emulated",
+            "Use --transformer-impl native",
+        )
+    if c.given.get("fp8_emulation") == "fast":
+        yield Problem(
+            (flag, "--fp8-emulation"),
+            "hopper and fast",
+            "A fast product leaves the order of the sums to a library",
+            "Remove --fp8-emulation",
         )
 
 
@@ -322,6 +364,6 @@ def high_precision_layers_fit(c: Draft) -> Iterator[Problem]:
 
 @rule
 def fp8_extents_align(c: Draft) -> Iterator[Problem]:
-    """In FP8 on Transformer Engine, sizes of each rank are multiples of 16 (mxfp8: 32)."""
+    """In FP8 and FP4 on Transformer Engine, sizes of each rank are multiples of 16 (mxfp8: 32)."""
     if c.transformer_impl == "transformer_engine":
         yield from misaligned(c)

@@ -58,8 +58,9 @@ class Build:
         path: str = "",
     ) -> Build:
         """The build of a whole model, with FP8 state and random streams of its own."""
-        fp8 = Fp8State.from_config(config, device)
-        return cls(config, mesh, backend, fp8, RngStreams(config.seed, mesh, device), device, path)
+        fp8, rng = Fp8State.from_config(config, device), RngStreams(config.seed, mesh, device)
+        fp8.rng = rng
+        return cls(config, mesh, backend, fp8, rng, device, path)
 
     def at(self, name: str) -> Build:
         """The build of the child called `name`."""

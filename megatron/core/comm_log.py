@@ -29,6 +29,27 @@ KINDS = tuple(_TRIPS)
 
 
 @dataclass(frozen=True)
+class Packing:
+    """What the bytes of a transfer stand for, line by line.
+
+    Attributes:
+        sent: Bytes of a line on the wire.
+        scales: How many of them are scales, or something else that is there for FP8 alone.
+        plain: Bytes of the line in the type that it is sent in without FP8; 0 for what is sent
+            because of FP8 only.
+    """
+
+    sent: int = 1
+    scales: int = 0
+    plain: int = 1
+
+
+AS_IT_IS = Packing()
+# What is sent because of FP8 only.
+BECAUSE_OF_FP8 = Packing(sent=1, scales=1, plain=0)
+
+
+@dataclass(frozen=True)
 class Transfer:
     """One kind of transfer.
 
@@ -41,6 +62,7 @@ class Transfer:
         part: What it is for, one of `PARTS`; empty where the caller did not say, which is inside
             a forward or backward pass.
         place: What the log's owner said was going on.
+        packing: What the bytes stand for.
     """
 
     kind: str
@@ -49,6 +71,7 @@ class Transfer:
     payload_bytes: int
     part: str = ""
     place: str = ""
+    packing: Packing = AS_IT_IS
 
     @property
     def sent_bytes(self) -> int:
@@ -56,7 +79,20 @@ class Transfer:
 
         Source: Chan et al., "Collective communication: theory, practice, and experience", 2007.
         """
-        return self.payload_bytes * _TRIPS[self.kind](self.ranks) // self.ranks
+        return self._sent(self.payload_bytes)
+
+    @property
+    def plain_bytes(self) -> int:
+        """What one rank would send without FP8."""
+        return self._sent(self.payload_bytes * self.packing.plain // self.packing.sent)
+
+    @property
+    def spent_bytes(self) -> int:
+        """How much of `sent_bytes` is there for FP8 alone."""
+        return self._sent(self.payload_bytes * self.packing.scales // self.packing.sent)
+
+    def _sent(self, payload: int) -> int:
+        return payload * _TRIPS[self.kind](self.ranks) // self.ranks
 
 
 class CommLog:
@@ -73,10 +109,45 @@ class CommLog:
         self.place = place
         self.counts: Counter[Transfer] = Counter()
 
-    def add(self, kind: str, axis: str, ranks: int, payload_bytes: int, part: str = "") -> None:
+    def add(
+        self,
+        kind: str,
+        axis: str,
+        ranks: int,
+        payload_bytes: int,
+        part: str = "",
+        packing: Packing = AS_IT_IS,
+    ) -> None:
         """Note one transfer."""
-        self.counts[Transfer(kind, axis, ranks, payload_bytes, part, self.place())] += 1
+        place = self.place()
+        if part == AMAX:
+            packing = BECAUSE_OF_FP8
+        self.counts[Transfer(kind, axis, ranks, payload_bytes, part, place, packing)] += 1
 
     def clear(self) -> None:
         """Forget everything."""
         self.counts.clear()
+
+
+class PackedLog(CommLog):
+    """Notes transfers in another log, with what their bytes stand for.
+
+    Args:
+        log: The other log.
+        packing: Of all transfers noted here.
+    """
+
+    def __init__(self, log: CommLog, packing: Packing) -> None:
+        self._log, self._packing = log, packing
+
+    def add(
+        self,
+        kind: str,
+        axis: str,
+        ranks: int,
+        payload_bytes: int,
+        part: str = "",
+        packing: Packing = AS_IT_IS,
+    ) -> None:
+        """See the base class."""
+        self._log.add(kind, axis, ranks, payload_bytes, part, self._packing)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.comm_log import CommLog
+from megatron.core.comm_log import CommLog, PackedLog, Packing
 from megatron.core.errors import MeshError, complaint
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -75,6 +75,10 @@ class Axis:
     def is_last(self) -> bool:
         """Whether this process has the highest index along the axis."""
         return self.rank == self.size - 1
+
+    def packed(self, packing: Packing) -> Axis:
+        """The same axis for transfers whose bytes stand for something, see `Packing`."""
+        return self if self.log is None else replace(self, log=PackedLog(self.log, packing))
 
 
 @dataclass(frozen=True)

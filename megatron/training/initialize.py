@@ -11,7 +11,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +19,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.config import ConfigError, RunConfig
+from megatron.config import ConfigError, Problem, RunConfig
 from megatron.config.alignment import misaligned
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.registry import Choice, choose
 from megatron.core.errors import MeshError, complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.tensor_parallel.mappings import gather_objects
+
+# Whether the backward products of attention are in FP8; and what an earlier run of this process has
+# set it to.
+_BACKWARD, _BACKWARD_OF_A_RUN = "NVTE_FP8_DPA_BWD", "MEGATRON_SET_NVTE_FP8_DPA_BWD"
+# With these Transformer Engine would give attention another recipe than its layers.
+_ATTENTION_VARIABLES = (
+    "NVTE_DPA_FP8_RECIPE",
+    "NVTE_DPA_FP8_FORMAT",
+    "NVTE_DPA_FP8DS_AMAX_ALGO",
+    "NVTE_DPA_FP8DS_AMAX_HISTLEN",
+    "NVTE_DPA_FP8DS_REDUCE_AMAX",
+)
 
 
 @dataclass(frozen=True)
@@ -271,6 +283,43 @@ def _check_sizes(cfg: RunConfig, backend: str) -> None:
         raise ConfigError(problems)
 
 
+def _tell_attention(cfg: RunConfig, backend: str, env: MutableMapping[str, str]) -> None:
+    """Say to Transformer Engine, which reads it in the environment, how FP8 attention is to run.
+
+    Raises:
+        ConfigError: The environment says something else than the configuration.
+    """
+    if not cfg.fp8_dot_product_attention:
+        return
+    wanted = "1" if cfg.fp8_dpa_bwd else "0"
+    told = env.get(_BACKWARD, wanted)
+    problems = []
+    if told not in (wanted, env.get(_BACKWARD_OF_A_RUN)):
+        flag = "without --no-fp8-dpa-bwd" if cfg.fp8_dpa_bwd else "with --no-fp8-dpa-bwd"
+        problems.append(
+            Problem(
+                (_BACKWARD,),
+                f"{told} {flag}",
+                "The flag says in which precision the backward products of attention run",
+                "Unset the variable",
+            )
+        )
+    for name in _ATTENTION_VARIABLES if backend == "transformer_engine" else ():
+        if env.get(name):
+            problems.append(
+                Problem(
+                    (name,),
+                    env[name],
+                    "The recipe of attention is that of the run, --fp8-recipe",
+                    "Unset the variable",
+                )
+            )
+    if problems:
+        raise ConfigError(problems)
+    if backend == "transformer_engine":
+        env[_BACKWARD] = env[_BACKWARD_OF_A_RUN] = wanted
+
+
 def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
     """Start this process for a run. Collective: every rank calls it.
 
@@ -282,7 +331,8 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
         MeshError: The processes cannot be arranged as asked.
         BackendUnavailable: The layer backend asked for cannot run here.
         MegatronError: It cannot overlap as asked.
-        ConfigError: The layer backend that was chosen does not take the sizes of the model.
+        ConfigError: The layer backend that was chosen does not take the sizes of the model, or the
+            environment contradicts the configuration.
     """
     started = time.monotonic()
     launch = launch or read_launch()
@@ -300,6 +350,7 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
     choice = choose(cfg, device)
     backend = choice.backend
     _check_sizes(cfg, backend.name)
+    _tell_attention(cfg, backend.name, os.environ)
     _join(cfg, launch, device)
     # A group does not inherit the timeout of the default one.
     mesh = ParallelState.build(

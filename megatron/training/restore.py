@@ -23,7 +23,7 @@ from megatron.training.providers import build_gpt, saved_config
 # What a model is and what it reads; how it was trained does not matter here.
 _SECTIONS = ("model", "moe", "fp8")
 # The layer backend is a matter of this machine, the padding one of this layout.
-_LEFT_OUT = ("transformer_impl", "padded_vocab_size")
+_LEFT_OUT = ("transformer_impl", "padded_vocab_size", "fp8_warmup_iters")
 # Experts with a capacity drop tokens because of other tokens, later ones and those of other
 # sequences included, which training can afford. A tool's result depends on the text alone.
 _CAPACITY = (
@@ -87,6 +87,7 @@ def restore(
         config = config.replace(vocab_size=tokenizer.vocab_size)
     runtime = start(config, Launch())
     model, fp8, _ = build_gpt(config, runtime)
+    fp8.warmup_iters = int(saved.get("fp8_warmup_iters") or 0)
     progress = Progress()
     load_checkpoint(
         config,
@@ -98,6 +99,7 @@ def restore(
         progress=progress,
         say=say,
     )
+    fp8.begin(progress.iteration)
     model.eval().requires_grad_(requires_grad=False)
     return Restored(config, runtime, model, fp8, tokenizer, progress.iteration)
 
@@ -119,6 +121,8 @@ def _config(
     }
     if not kept.get("group_query_attention"):
         kept.pop("num_query_groups", None)
+    if saved.get("fp8_policy_text"):
+        kept["fp8_policy"] = saved["fp8_policy_text"]  # its file may be gone
     changed = {name: value for name, value in settings.items() if value is not None}
     fixed = {
         "micro_batch_size": 1,

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.config import RunConfig
+from megatron.core.datasets.source import Source
 from megatron.core.errors import TrainingError, complaint
 from megatron.core.fp8 import PrecisionRow
 from megatron.core.mesh import MeshSizes
@@ -24,11 +25,13 @@ from megatron.observe.events import (
 )
 from megatron.observe.lines import stamp
 from megatron.observe.sinks import build_sinks
-from megatron.training import precision
+from megatron.training import fp8_watch, precision
 from megatron.training.checkpointing import check_save, load_checkpoint, save_checkpoint
 from megatron.training.flops import flops_per_iteration
+from megatron.training.guards import Guards
 from megatron.training.initialize import Runtime
 from megatron.training.memory import measure, theoretical_bytes
+from megatron.training.non_finite import trace
 from megatron.training.progress import Progress
 from megatron.training.providers import (
     Parts,
@@ -72,6 +75,7 @@ class Trainer:
         self._saved_at: int | None = None
         self._parts: Parts | None = None
         self._step: TrainStep | None = None
+        self._guards: Guards | None = None
         sinks, incidents = build_sinks(self.config, self.mesh.rank)
         self.bus = Bus(
             sinks,
@@ -92,6 +96,14 @@ class Trainer:
         if self._parts is None:
             raise TrainingError(complaint("Trainer", "no model", "It is not set up", "Call run()"))
         return self._parts
+
+    @property
+    def guards(self) -> Guards:
+        """What watches over the run, made at its first use."""
+        if self._guards is None:
+            cfg, runtime = self.config, self._runtime
+            self._guards = Guards(cfg, runtime, self.parts, self.progress, self.bus)
+        return self._guards
 
     def where(self) -> str:
         """Return this rank and its place in the run, for messages about failures."""
@@ -131,6 +143,7 @@ class Trainer:
         self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
         check_save(cfg, self.mesh, self._say)
         self._parts = setup_model(cfg, runtime)
+        self._parts.fp8.stats = fp8_watch.collector(runtime)
         if cfg.load is not None:
             loaded = load_checkpoint(
                 cfg,
@@ -140,12 +153,15 @@ class Trainer:
                 scheduler=self._parts.scheduler,
                 fp8=self._parts.fp8,
                 progress=self.progress,
+                residual=self._parts.residual(cfg, self.mesh),
+                guards=self.guards,
                 say=self._say,
             )
             if loaded:
                 self.last_checkpoint = self._last_good_checkpoint = str(cfg.load)
                 if cfg.save and Path(cfg.save).resolve() in _folder_and_parent(cfg.load):
                     self._saved_at = self.progress.iteration
+        self.parts.fp8.begin(self.progress.iteration)
         self._describe()
         self._stamp("after model, optimizer, and learning rate scheduler are built")
         sources = setup_sources(cfg, self._tokenizer, runtime)
@@ -176,9 +192,12 @@ class Trainer:
             f"Theoretical memory footprints: weight and optimizer={weights:.2f} MB, "
             f"activation={activations:.2f} MB, total={weights + activations:.2f} MB"
         )
-        rows = precision.of_all_stages(parts.model.named_precision_rows(), self.mesh.pp)
-        self.bus.emit(precision.summarize(rows))
-        for note in precision.device_notes(cfg, parts.fp8, self._runtime.backend.name):
+        rows = self._show_precision()
+        if parts.fp8.is_warming_up:
+            count = cfg.fp8_warmup_iters
+            self._say(f"FP8 starts at iteration {count + 1} (--fp8-warmup-iters {count})")
+        notes = precision.device_notes(cfg, parts.fp8, self._runtime.backend.name)
+        for note in filter(None, (*notes, precision.resting_note(cfg, parts.ddp))):
             self._say(note)
         if not cfg.fp8_allow_fallback:
             precision.refuse_fallback(rows)
@@ -191,6 +210,19 @@ class Trainer:
         warning = fallback.warning if fallback is not None else precision.fallback_warning(rows)
         if warning and self._runtime.launch.rank == 0:
             self.bus.emit(Incident(warning))
+
+    def _show_precision(self) -> list[PrecisionRow]:
+        """Show and return the precision of every layer of the model."""
+        rows = precision.of_all_stages(self.parts.model.named_precision_rows(), self.mesh.pp)
+        self.bus.emit(precision.summarize(rows))
+        return rows
+
+    def _switch_fp8(self, iteration: int) -> None:
+        """At the end of ``--fp8-warmup-iters`` switch FP8 on, and show what runs from here on."""
+        if self.parts.fp8.begin(iteration):
+            with self.bus.paused():
+                self._say(f"FP8 starts: iteration {iteration} is the first one with it")
+                self._show_precision()
 
     def _describe_data(self, sources: Sources) -> None:
         lines = [" > datasets target sizes (minimum size):"]
@@ -221,20 +253,28 @@ class Trainer:
                 complaint("data", "no training split", "There is nothing to train on", "Give one")
             )
         self._step = TrainStep(cfg, self._runtime, self.parts, sources.train)
+        fp8 = fp8_watch.Fp8Watch(self._runtime, self.parts.fp8, self.bus.emit, progress.iteration)
         self._say("training ...")
         self._stamp("before the start of training step")
         self.parts.ddp.train()
         self.bus.start()
-        first = progress.iteration
+        self.guards.start()
+        first, available = progress.iteration, len(sources.train)
         if first >= cfg.train_iters:
             self._say(
                 f"NOTE: nothing is left to train: the checkpoint is at iteration {first}, and "
                 f"--train-iters is {cfg.train_iters}"
             )
         while progress.iteration < cfg.train_iters:
-            outcome = self._step.run(progress.iteration + 1, progress.consumed_train_samples)
+            self._switch_fp8(progress.iteration + 1)
+            samples = progress.next_samples(available, cfg.global_batch_size)
+            outcome = self._step.run(progress.iteration + 1, samples)
             self._account(outcome)
+            fp8.after_step()
             self._report_memory(progress.iteration - first)
+            self._explain_bad_step(outcome, sources.train, samples)
+            if self.guards.after_step(outcome, self._last_good_checkpoint):
+                continue
             self._stop_when_hopeless(outcome)
             if cfg.eval_interval and progress.iteration % cfg.eval_interval == 0:
                 self._evaluate_valid(sources, f"iteration {progress.iteration}", watch)
@@ -246,6 +286,7 @@ class Trainer:
                 return
             if cfg.save and cfg.save_interval and progress.iteration % cfg.save_interval == 0:
                 self._save()
+            self.guards.end_iteration(saved=self._saved_at == progress.iteration)
         self._finish(sources, watch)
 
     def _account(self, outcome: StepOutcome) -> None:
@@ -288,6 +329,16 @@ class Trainer:
         if first_two or logged:
             routine = not first_two
             self.bus.emit(measure(self.mesh.rank, iteration, self._runtime.device, routine))
+
+    def _explain_bad_step(self, outcome: StepOutcome, source: Source, consumed: int) -> None:
+        """Say where the numbers of the first of several bad steps went wrong."""
+        if outcome.update.success or self._bad_steps or self.config.fp16:
+            return
+        with self.bus.paused():
+            where = trace(self.config, self._runtime, self.parts, source, consumed)
+        if self.mesh.rank == 0:
+            what = f"iteration {self.progress.iteration} is not finite: {where}."
+            self.bus.emit(Incident(what))
 
     def _stop_when_hopeless(self, outcome: StepOutcome) -> None:
         """Count steps in a row that could not be taken and stop after a few.
@@ -371,6 +422,8 @@ class Trainer:
                 scheduler=parts.scheduler,
                 fp8=parts.fp8,
                 progress=self.progress,
+                residual=parts.residual(self.config, self.mesh),
+                guards=self.guards,
                 say=self._say,
             )
         self._saved_at = self.progress.iteration

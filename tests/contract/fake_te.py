@@ -183,7 +183,9 @@ class FakeTransformerEngine:
             GroupedLinear=type("FakeGroupedLinear", (FakeGroupedBase,), {"fake": self}),
             LayerNorm=make_norm(self, "LayerNorm"),
             RMSNorm=make_norm(self, "RMSNorm"),
-            DotProductAttention=make_attention(self),
+            DotProductAttention=type(
+                "FakeDotProductAttention", (FakeAttentionBase,), {"fake": self}
+            ),
             **entry,
         )
 
@@ -473,36 +475,78 @@ def make_norm(fake: FakeTransformerEngine, name: str) -> type[nn.Module]:
     return FakeNorm
 
 
-def make_attention(fake: FakeTransformerEngine) -> type[nn.Module]:
-    class FakeDotProductAttention(nn.Module):
-        is_fake = True
+class FakeAttentionBase(nn.Module):
+    """`te.DotProductAttention`; a maximum is overwritten, as a fused kernel may."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__()
-            given = fake.bind("pytorch.DotProductAttention.__init__", *args, **kwargs)
-            self.groups = given["num_gqa_groups"] // given["tp_size"]
-            self.dropout = given["attention_dropout"]
-            tracker = given["get_rng_state_tracker"]
-            self.fork = contextlib.nullcontext if tracker is None else tracker().fork
+    is_fake = True
+    fake: FakeTransformerEngine
+    symbol = "pytorch.DotProductAttention"
 
-        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            given = fake.bind("pytorch.DotProductAttention.forward", *args, **kwargs)
-            query, key, value = (
-                given[name].permute(1, 2, 0, 3)
-                for name in ("query_layer", "key_layer", "value_layer")
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        given = self.fake.bind(f"{self.symbol}.__init__", *args, **kwargs)
+        self.groups = given["num_gqa_groups"] // given["tp_size"]
+        self.dropout = given["attention_dropout"]
+        tracker = given["get_rng_state_tracker"]
+        self.fork = contextlib.nullcontext if tracker is None else tracker().fork
+        self.fp8_meta: dict[str, Any] = {}
+        self.quantizers: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
+        self.scales_used: list[float] = []
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        self.fake.bind(f"{self.symbol}.init_fp8_metadata", num_gemms=num_gemms)
+        recipe = self.fake.state.recipe
+        if not self.fake.state.enabled or "recipe" in self.fp8_meta:
+            return
+        self.fp8_meta["recipe"] = recipe
+        delayed = recipe.kind == "DelayedScaling"
+        length = recipe.amax_history_len if delayed else 1
+        for direction, columns in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+            # With current scaling the last product's tensors are scaled with delay all the same.
+            total, own = columns * num_gemms, columns * (num_gemms if delayed else 1)
+            meta = SimpleNamespace(scale=torch.ones(own), amax_history=torch.zeros(length, own))
+            self.fp8_meta[direction] = meta
+            self.quantizers[direction] = [object()] * (total - own) + [
+                SimpleNamespace(scale=meta.scale[i], amax=meta.amax_history[0][i].reshape(1))
+                for i in range(own)
+            ]
+
+    def cast(self, direction: str, column: int, *parts: torch.Tensor) -> None:
+        quantizer = self.quantizers[direction][column]
+        if hasattr(quantizer, "amax"):
+            quantizer.amax.fill_(max(float(x.detach().abs().max()) for x in parts))
+            self.scales_used.append(float(quantizer.scale))
+
+    def cast_gradients(self, grad: torch.Tensor) -> None:
+        self.cast("scaling_bwd", 3, grad)
+        self.cast("scaling_bwd", 5, grad / 2)
+        self.cast("scaling_bwd", 0, grad / 4)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = self.fake.bind(f"{self.symbol}.forward", *args, **kwargs)
+        parts = [given[name] for name in ("query_layer", "key_layer", "value_layer")]
+        state = self.fake.state
+        in_fp8 = state.enabled and getattr(state.recipe, "fp8_dpa", False)
+        if in_fp8:
+            self.init_fp8_metadata(num_gemms=3)
+            self.cast("scaling_fwd", 2, *parts)
+            self.cast("scaling_fwd", 8, torch.ones(1))
+        query, key, value = (part.permute(1, 2, 0, 3) for part in parts)
+        with self.fork():
+            out = nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=True,
+                enable_gqa=True,
             )
-            with self.fork():
-                out = nn.functional.scaled_dot_product_attention(
-                    query,
-                    key,
-                    value,
-                    dropout_p=self.dropout if self.training else 0.0,
-                    is_causal=True,
-                    enable_gqa=True,
-                )
-            return out.permute(2, 0, 1, 3).flatten(2)
+        context = out.permute(2, 0, 1, 3).flatten(2)
+        if in_fp8:
+            self.cast("scaling_fwd", 3, context)
+            if context.requires_grad:
+                context.register_hook(self.cast_gradients)
+        return context
 
-        def get_extra_state(self) -> torch.Tensor:
-            return torch.zeros(4, dtype=torch.uint8)
-
-    return FakeDotProductAttention
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(4, dtype=torch.uint8)

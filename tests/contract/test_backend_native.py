@@ -25,10 +25,15 @@ RECIPES = {
     "tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_emulation": "exact"},
     "blockwise": {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_emulation": "exact"},
     "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_emulation": "exact"},
+    "nvfp4": {"fp4_format": "e2m1", "fp8_emulation": "exact"},
 }
 IN, OUT, S, B = 32, 48, 8, 2
 # One code of E4M3 is 2^-4 of its value wide, one of E5M2 2^-3; a product averages over 32 of them.
-TOLERANCE = {"plain": 1e-5, "delayed": 0.1, "tensorwise": 0.1, "blockwise": 0.06, "mxfp8": 0.06}
+# One of E2M1 is up to half of its value wide.
+TOLERANCE = {
+    "plain": 1e-5, "delayed": 0.1, "tensorwise": 0.1, "blockwise": 0.06, "mxfp8": 0.06,
+    "nvfp4": 0.3,
+}  # fmt: skip
 
 
 def make_build(rank, world_size, **settings):
@@ -67,9 +72,8 @@ def run_linear(rank, world_size, name, settings, options):
             local_d = split(d_y, tp) if sharded else d_y
         (y * local_d).sum().backward()
         build.fp8.sync(build.mesh.amax)
-    assert all(
-        ("fp8" in r.delivered) == bool(settings.get("fp8_format")) for r in layer.precision.rows()
-    )
+    kind = "fp4" if settings.get("fp4_format") else "fp8" if settings.get("fp8_format") else "fp32"
+    assert all(row.delivered.startswith(kind) for row in layer.precision.rows())
     gradients = {}
     for key, parameter in layer.named_parameters():
         gradient = parameter.grad

@@ -20,6 +20,7 @@ RECIPES = {
     "tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_emulation": "exact"},
     "blockwise": {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_emulation": "exact"},
     "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_emulation": "fast"},
+    "nvfp4": {"fp4_format": "e2m1", "fp8_emulation": "exact"},
 }
 EXPERTS, IN, OUT = 3, 32, 48
 COUNTS = [5, 0, 6]
@@ -49,7 +50,7 @@ def run_grouped(rank, world_size, kind, settings, stride):
         y.backward(local_d)
         build.fp8.sync(mesh.amax, mesh.expert_amax)
     delivered = {row.delivered for p in layer.precisions for row in p.rows()}
-    assert all(("fp8" in name) == bool(settings) for name in delivered)
+    assert all(("fp8" in name or "fp4" in name) == bool(settings) for name in delivered)
     if kind == "row":
         y, d_x = all_reduce(y.detach(), etp), all_gather(local_x.grad, etp, dim=-1)
     else:
@@ -76,7 +77,9 @@ def test_the_layout_changes_nothing(recipe, kind, stride):
         if recipe not in ("plain", "delayed"):
             # Each rank scales its own part of a weight, as in the dense layers: other roundings.
             # One code of E4M3 is 2^-4 wide, one of E5M2 2^-3; a product averages over many.
-            near = {"rtol": 0.1, "atol": 0.1 * float(alone[0].abs().max())}
+            # One of E2M1 is up to half its value wide, and gradients round at random.
+            wide = 0.35 if recipe == "nvfp4" else 0.1
+            near = {"rtol": wide, "atol": wide * float(alone[0].abs().max())}
         else:
             near = {"rtol": 1e-5, "atol": 1e-5 * IN}  # fp32 sums in another order
         torch.testing.assert_close(result[0], alone[0], **near)

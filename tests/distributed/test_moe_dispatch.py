@@ -6,12 +6,15 @@ import pytest
 import torch
 from distpool import run_ranks
 
+from megatron.core.fp8.recipe import Role
+from megatron.core.fp8.row_codec import row_codec
 from megatron.core.mesh import MeshSizes, ParallelState
 from megatron.core.transformer.moe.dispatcher import DISPATCHERS
+from megatron.core.transformer.moe.journey import PLAIN, Journeys
 from megatron.core.transformer.moe.router import Routing
 from tests.small_models import LLAMA, batch, build_model, small_config
 
-EXPERTS, TOPK, TOKENS, HIDDEN = 4, 2, 6, 3
+EXPERTS, TOPK, TOKENS, HIDDEN = 4, 2, 6, 40
 
 
 def tokens_of(rank):
@@ -30,21 +33,51 @@ def routing_of(rank, kind):
     return experts, weights
 
 
-def by_hand(rank, kind):
+class Rounded(torch.autograd.Function):
+    """What a codec leaves of tokens in the forward, and of gradients in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.codec = backward
+        return Rounded.of(x, forward)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Rounded.of(grad, ctx.codec), None, None
+
+    @staticmethod
+    def of(x, codec):
+        if codec is None:
+            return x.clone()
+        return codec.unpack(codec.pack(x), HIDDEN).dequantize()
+
+
+def by_hand(rank, kind, journeys):
     """Output of a rank, and gradients of its tokens and weights for the sum of squares."""
     x, (experts, weights) = tokens_of(rank).requires_grad_(), routing_of(rank, kind)
     weights = weights.requires_grad_()
     factor = torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0])[experts]
-    out = ((factor * weights).sum(1, keepdim=True) * x.square()) / 2
+    sent = Rounded.apply(x, journeys.tokens, None)
+    out = ((factor * weights).sum(1, keepdim=True) * sent.square()) / 2
+    out = Rounded.apply(out, None, journeys.gradients)
     out.square().sum().backward()
     return out.detach(), x.grad, weights.grad
 
 
-def dispatched(rank, world, name, kind, ep, etp, fill):
+JOURNEYS = {
+    "plain": PLAIN,
+    "fp8": Journeys(
+        row_codec("mxfp8", None, Role.INPUT, fold=True),
+        row_codec("blockwise", None, Role.GRAD_OUTPUT, fold=False),
+    ),
+}
+
+
+def dispatched(rank, world, name, kind, ep, etp, fill, form):
     mesh = ParallelState.build(MeshSizes(world=world, ep=ep, etp=etp), rank, world)
     x, (experts, weights) = tokens_of(rank).requires_grad_(), routing_of(rank, kind)
     weights = weights.requires_grad_()
-    dispatcher = DISPATCHERS[name](mesh, EXPERTS)
+    dispatcher = DISPATCHERS[name](mesh, EXPERTS, JOURNEYS[form])
     sent = dispatcher.dispatch(x, Routing(experts, weights), fill)
     assert sum(sent.tokens_per_expert) == sent.rows.shape[0]
     first = mesh.ep.rank * (EXPERTS // ep)
@@ -55,21 +88,26 @@ def dispatched(rank, world, name, kind, ep, etp, fill):
     results = part * (factor * sent.weights).unsqueeze(1) * sent.rows.square() / 2
     out = dispatcher.combine(results, sent)
     out.square().sum().backward()
-    for found, expected in zip((out, x.grad, weights.grad), by_hand(rank, kind), strict=True):
+    for found, expected in zip(
+        (out, x.grad, weights.grad), by_hand(rank, kind, JOURNEYS[form]), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     return sent.tokens_per_expert
 
 
 @pytest.mark.parametrize("name", list(DISPATCHERS))
-@pytest.mark.parametrize("kind", ["even", "skewed", "dropped"])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("even", "plain"), ("skewed", "plain"), ("dropped", "plain"), ("skewed", "fp8")],
+)
 @pytest.mark.parametrize(
     ("world", "ep", "etp"), [(2, 2, 1), (2, 1, 2), (4, 2, 2)], ids=["ep2", "etp2", "ep2-etp2"]
 )
-def test_tokens_come_back_with_their_experts_results(name, kind, world, ep, etp):
-    counts = run_ranks(dispatched, world, name, kind, ep, etp, None)
+def test_tokens_come_back_with_their_experts_results(name, kind, world, ep, etp, form):
+    counts = run_ranks(dispatched, world, name, kind, ep, etp, None, form)
     if kind == "skewed" and ep == 2:
         assert sum(counts[-1]) == 0  # a rank without any token
-    filled = run_ranks(dispatched, world, name, kind, ep, etp, TOKENS)
+    filled = run_ranks(dispatched, world, name, kind, ep, etp, TOKENS, form)
     assert {count for rank in filled for count in rank} == {TOKENS * ep * etp}
 
 

@@ -183,6 +183,7 @@ RECOMPUTED = {
     "delayed": DELAYED,
     "blockwise": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
     "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
+    "nvfp4": {"fp4_format": "e2m1"},
 }
 
 

@@ -187,9 +187,9 @@ def test_memory_grows_with_the_local_sequence(comm):
 
 def watched(rank, size):
     """What happens in what order in a ring: forward, then backward."""
-    events, wait = [], context_parallel._Transfer.wait
+    events, wait = [], context_parallel.Transfer.wait
 
-    class Watched(context_parallel._Transfer):
+    class Watched(context_parallel.Transfer):
         def __init__(self, x, axis, tag):
             events.append(f"start {'kv' if tag == 0 else 'gradients'}")
             super().__init__(x, axis, tag)
@@ -206,7 +206,7 @@ def watched(rank, size):
 
         return noted
 
-    context_parallel._Transfer = Watched
+    context_parallel.Transfer = Watched
     for name in ("accumulate", "accumulate_gradients"):
         setattr(context_parallel, name, note(getattr(context_parallel, name), "work"))
     attend(rank, size, "p2p", 4, None, torch.float32)

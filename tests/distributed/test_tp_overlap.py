@@ -25,6 +25,7 @@ from megatron.core.fp8 import (
     Fp8Policy,
     Fp8State,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     comm,
     gemm,
     linear,
@@ -40,8 +41,10 @@ SEQ, BATCH, IN, OUT = 16, 3, 32, 48
 DELAYED = DelayedScaling(amax_history_len=4)
 TENSORWISE = Float8CurrentScaling()
 MX, BLOCKS = MXFP8BlockScaling(), Float8BlockScaling()
+FP4 = NVFP4BlockScaling(disable_stochastic_rounding=True)
 RECIPES = {
-    "none": None, "delayed": DELAYED, "tensorwise": TENSORWISE, "mxfp8": MX, "blockwise": BLOCKS
+    "none": None, "delayed": DELAYED, "tensorwise": TENSORWISE, "mxfp8": MX, "blockwise": BLOCKS,
+    "nvfp4": FP4,
 }  # fmt: skip
 SWITCHES = ("ag", "rs", "rs_dgrad", "bulk_dgrad", "bulk_wgrad")
 
@@ -59,6 +62,11 @@ def integers(*shape, seed):
     found = torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(seed)).float()
     found.view(-1)[0], found.view(-1)[-1] = 7, -7
     return found
+
+
+def tripled(*shape, seed):
+    """As `integers` up to 21: the scale of an FP4 tensor becomes 2688 / 21, a power of two."""
+    return 3 * integers(*shape, seed=seed)
 
 
 def train(
@@ -123,8 +131,10 @@ def both_ways(rank, world, kind):
     # Where a rank's rows are whole blocks they travel quantized for the weight's gradient, too.
     cases += [
         {"recipe": recipe, "dtype": torch.bfloat16, "sizes": (world * tokens, 1, 40, 48)}
-        for recipe, tokens in ((MX, 32), (BLOCKS, 128))
+        for recipe, tokens in ((MX, 32), (BLOCKS, 128), (FP4, 16))
     ]
+    for case in cases:
+        case["draw"] = tripled if case["recipe"] is FP4 else integers
     for case, transfers in itertools.product(cases, (Overlapped(), everything)):
         plain = train(axis, kind=kind, transfers=comm.PLAIN, **case)
         found = train(axis, kind=kind, transfers=transfers, **case)
@@ -143,7 +153,7 @@ def other_machines(rank, world, kind):
     axis = tp_axis(rank, world)
     bf16 = {"dtype": torch.bfloat16}
     cases = [{"recipe": recipe, "hardware": True, **bf16} for recipe in (DELAYED, TENSORWISE)]
-    cases += [{"recipe": recipe, **bf16} for recipe in (DELAYED, None, MX, BLOCKS)]
+    cases += [{"recipe": recipe, **bf16} for recipe in (DELAYED, None, MX, BLOCKS, FP4)]
     for case in cases:
         gemm.gemm_dtype = lambda dtype, device: dtype
         plain = train(axis, kind=kind, transfers=comm.PLAIN, **case)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import ConfigError, make_config
-from megatron.config.alignment import alignment_of, misaligned, padding
+from megatron.config.alignment import alignment_of, expert_alignment_of, misaligned, padding
 from megatron.core.fp8 import Fp8State
 from megatron.training import initialize
 from megatron.training.precision import padding_note
@@ -18,12 +18,9 @@ def config(**settings):
 
 
 def test_the_table():
-    assert [alignment_of(r) for r in ("delayed", "tensorwise", "blockwise", "mxfp8")] == [
-        16,
-        16,
-        16,
-        32,
-    ]
+    recipes = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+    assert [alignment_of(r) for r in recipes] == [16, 16, 16, 32, 16]
+    assert [expert_alignment_of(r) for r in recipes] == [16, 16, 16, 32, 128]
 
 
 def test_a_backend_that_auto_chose_refuses_like_one_that_was_named():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fp8 import Fp8State
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer import attention_kernel
@@ -131,7 +132,7 @@ def captured_masks(monkeypatch, shape, dropout, seed):
     full = torch.zeros(b, g, s, n // g, t, dtype=torch.float64)
     plans = []
 
-    class Spy(attention_kernel._Plan):
+    class Spy(attention_kernel.Plan):
         def __init__(self, *args):
             super().__init__(*args)
             plans.append(self)
@@ -145,7 +146,7 @@ def captured_masks(monkeypatch, shape, dropout, seed):
             window.copy_(keep.view(window.shape))
             return weights, keep
 
-    monkeypatch.setattr(attention_kernel, "_Plan", Spy)
+    monkeypatch.setattr(attention_kernel, "Plan", Spy)
     out = causal_attention(query, key, value, scale=0.3, dropout=dropout, seed=seed)
     keep = full.transpose(2, 3).reshape(b, n, s, t)
     return (query, key, value), out, keep.clone(), plans
@@ -167,9 +168,12 @@ def test_dropout_drops_weights_and_backward_draws_the_same_masks(monkeypatch, sh
 def module(dropout=0.0, tp_rank=0, seed=5):
     axis = Axis.single("cp")
     mesh = SimpleNamespace(tp=SimpleNamespace(rank=tp_rank), dp=axis, cp=axis)
-    config = SimpleNamespace(kv_channels=16, attention_dropout=dropout, cp_comm_type=("p2p",))
-    rng = RngStreams(seed, mesh)
-    build = SimpleNamespace(config=config, mesh=mesh, rng=rng, path="layers.0.core_attention")
+    config = SimpleNamespace(
+        kv_channels=16, attention_dropout=dropout, cp_comm_type=("p2p",), fp8_cp_exchange=True
+    )
+    rng, fp8 = RngStreams(seed, mesh), Fp8State.disabled()
+    path = "layers.0.core_attention"
+    build = SimpleNamespace(config=config, mesh=mesh, rng=rng, fp8=fp8, path=path)
     return NativeCoreAttention(build=build, layer_number=1), rng
 
 
@@ -262,7 +266,7 @@ def test_the_cost_of_documents_is_linear():
     def scores(s):
         query = torch.zeros(s, 1, 1, 1)
         block = attention_kernel.Block(1.0, 0, starts_of([100] * (s // 100)))
-        plan = attention_kernel._Plan(query, query, block)
+        plan = attention_kernel.Plan(query, query, block)
         return sum(
             (c.rows.stop - c.rows.start) * (c.keys.stop - c.keys.start)
             for part in plan.parts()
@@ -290,7 +294,7 @@ def test_blocks_of_keys_add_up_to_the_oracle(monkeypatch, dropout, starts):
     full = torch.ones(2, 2, 150, 2, 150, dtype=torch.float64)  # [b, g, s, r, t]
     where = []
 
-    class Spy(attention_kernel._Plan):
+    class Spy(attention_kernel.Plan):
         def scores(self, q, k, chunk):
             where.append(chunk)
             return super().scores(q, k, chunk)
@@ -311,7 +315,7 @@ def test_blocks_of_keys_add_up_to_the_oracle(monkeypatch, dropout, starts):
                 window.copy_(found.view(window.shape))
             return found
 
-    monkeypatch.setattr(attention_kernel, "_Plan", Spy)
+    monkeypatch.setattr(attention_kernel, "Plan", Spy)
     out, lse = torch.zeros_like(query), torch.full((150, 2, 4, 1), -torch.inf, dtype=query.dtype)
     for rows, keys, block in blocks(150, 3, dropout, starts):
         at = (rows.start, keys.start)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.cli import parse
+from megatron.config.fp8 import recipe_of
 from megatron.config.moe import moe_layers
 
 ROOT = Path(__file__).resolve().parents[2] / "configs"
@@ -51,7 +52,7 @@ def parameters(cfg):
 def test_the_expected_files_exist():
     names = {path.stem for path in MODELS}
     assert {"gpt3_126m", "gpt3_5b", "gpt3_175b", "llama3_8b", "quickstart_llama_10m"} <= names
-    assert {"delayed", "tensorwise", "e4m3", "blockwise", "mxfp8"} <= {
+    assert {"delayed", "tensorwise", "e4m3", "blockwise", "mxfp8", "nvfp4"} <= {
         path.stem for path in OVERLAYS
     }
 
@@ -62,7 +63,7 @@ def test_finalizes(model, overlay):
     cfg, _ = load(model, *([overlay] if overlay else []))
     assert cfg.world_size == intended_world_size(model)
     assert cfg.bf16
-    assert (cfg.fp8_format is not None) == (overlay is not None)
+    assert (recipe_of(cfg) is not None) == (overlay is not None)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from megatron.core.fp8 import (
     DelayedScaling,
     Float8CurrentScaling,
     Format,
+    NVFP4BlockScaling,
     recipe_from_config,
 )
 
@@ -77,6 +78,7 @@ def test_recipe_of_a_configuration():
     assert delayed == DelayedScaling(margin=1, amax_history_len=16, amax_compute_algo="max")
     current = recipe_from_config(config(fp8_format="e4m3", fp8_recipe="tensorwise"))
     assert current == Float8CurrentScaling(fp8_format=Format.E4M3)
+    assert recipe_from_config(config(fp4_format="e2m1")) == NVFP4BlockScaling()
 
 
 def test_recipe_without_native_implementation():

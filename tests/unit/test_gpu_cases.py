@@ -10,7 +10,7 @@ import torch
 from megatron.core.backends.native import NativeBackend
 from megatron.core.backends.te import TransformerEngineBackend
 from tests.contract.fake_te import FakeTransformerEngine
-from tests.gpu import cases, throughput, timing
+from tests.gpu import cases, snapshot_cases, throughput, timing
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -46,6 +46,13 @@ def test_block_products(recipe):
     measured = cases.block_products(cases.CPU, recipe, (17, 24, 140))
     assert measured["error"] < 1e-6
     assert measured["hardware"] == 0.0
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_snapshots(on_device):
+    measured = snapshot_cases.elements_that_differ(cases.CPU, on_device=on_device)
+    assert measured["changed_by_training"] > 1000
+    assert measured["left_after_return"] == 0
 
 
 @pytest.mark.parametrize("kind", cases.LAYERS)

@@ -43,7 +43,7 @@ NO_TORCH = (
     "megatron/core/pipeline_parallel/schedule.py",
     "megatron/core/pipeline_parallel/simulate.py",
 )
-MAY_IMPORT_YAML = {"megatron/config/cli.py"}
+MAY_IMPORT_YAML = {"megatron/config/yaml_text.py"}
 STDLIB_ONLY_EXCEPTIONS = {"megatron", "yaml"}
 
 

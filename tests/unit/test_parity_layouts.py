@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError, make_config
+from megatron.config import ConfigError, fp8_policy, make_config
 from megatron.config.cli import parse
 from megatron.config.moe import auxiliary_losses
 from megatron.config.schema import SPECS
@@ -128,6 +128,27 @@ def test_a_large_model_becomes_small_and_keeps_its_features():
     assert shrink(cfg, neutral(cfg), layouts) == model
 
 
+def test_rules_of_a_policy_keep_their_place_in_a_small_model():
+    text = """rules:
+  - {layers: 0-1, recipe: bf16}
+  - {module: "decoder.layers.30.*", recipe: mxfp8, format: e4m3}
+  - {module: "*.linear_fc2", layers: "8,16-23", wgrad: bf16}
+  - {module: "*.linear_fc2", layers: 24-29, recipe: tensorwise}
+"""
+    cfg = make_config(8, **{**LARGE, "first_last_layers_bf16": False}, fp8_policy=text,
+                      fp8_warmup_iters=100)  # fmt: skip
+    layouts = [parse_layout(text) for text in ("tp2sp", "pp2")]
+    fields = shrink(cfg, neutral(cfg), layouts).fields
+    assert (fields["num_layers"], fields["fp8_warmup_iters"]) == (2, 0)
+    sized = with_batch(cfg, shrink(cfg, neutral(cfg), layouts), layouts, 1)
+    small = make_config(2, **layouts[0].settings(sized.fields))
+    rules = fp8_policy.read(small.fp8_policy_text).rules
+    assert [(rule.modules, rule.layers, rule.recipe) for rule in rules] == [
+        (("*",), ((0, 0),), "bf16"), (("decoder.layers.1.*",), (), "mxfp8")
+    ]  # fmt: skip
+    fits(cfg, neutral(cfg), parse_layout("pp5"))  # with 30 layers
+
+
 def test_nothing_grows():
     cfg = make_config(1, num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
     model = shrink(cfg, neutral(cfg), [parse_layout("dp2")])
@@ -234,6 +255,7 @@ def test_precisions():
     assert (
         own_precision({"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}) == "fp32+fp8 tensorwise"
     )
+    assert own_precision({"fp4_format": "e2m1", "bf16": True}) == "bf16+fp4 nvfp4"
     assert own_precision({"grad_reduce_in_bf16": True}) != own_precision({}) == ""
     assert in_fp32(fields) == {"num_layers": 2}
 

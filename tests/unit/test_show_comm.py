@@ -48,8 +48,41 @@ def test_json_holds_the_same_in_bytes(capsys):
         assert entry["sent_bytes"] == sum(row["sent_bytes"] for row in entry["rows"])
     assert found["communication"][0]["rows"][0] == {
         "part": "forward", "kind": "send", "axis": "pipe-forward", "ranks": 4, "count": 4,
-        "payload_bytes": 16384, "sent_bytes": 16384,
+        "payload_bytes": 16384, "sent_bytes": 16384, "plain_bytes": 16384, "spent_bytes": 0,
     }  # fmt: skip
+    assert found["communication"][0]["savings"][0] == {
+        "what": "pipeline, forward", "sent_bytes": 16384, "plain_bytes": 16384, "spent_bytes": 0,
+        "switch": "",
+    }  # fmt: skip
+
+
+EP2 = [
+    *MODEL, "--bf16", "--num-experts", "4", "--disable-bias-linear", "--fake-world-size", "2",
+    "--expert-model-parallel-size", "2",
+]  # fmt: skip
+
+
+def test_what_fp8_saves_and_costs(capsys):
+    _, out, _ = show(capsys, *EP2, "--moe-dispatch-fwd-dtype", "mxfp8")
+    head, *lines = out[out.index("FP8 on the wire") :].splitlines()
+    assert head.split("  ")[0] == "FP8 on the wire"
+    forward, backward, *_, everything = (line.split() for line in lines)
+    assert forward[:2] == ["experts,", "forward"]
+    assert forward[-1] == "--moe-dispatch-fwd-dtype"
+    assert backward[-1] == "--moe-combine-bwd-dtype"
+    assert backward[6] == "-"  # saves nothing
+    assert everything[0] == "all"
+    _, out, _ = show(capsys, "--json", *EP2, "--moe-dispatch-fwd-dtype", "mxfp8")
+    saved = json.loads(out)["communication"][0]["savings"][0]
+    # 4 microbatches, 4 layers: 32 tokens of 32 bf16 elements, one rank's, without their scales.
+    codes = 4 * 4 * 32 * 32
+    assert saved["spent_bytes"] == codes // 32
+    assert saved["plain_bytes"] - saved["sent_bytes"] == codes - codes // 32
+
+
+def test_without_fp8_there_is_nothing_to_save(capsys):
+    _, out, _ = show(capsys, *EP2)
+    assert "FP8 on the wire" not in out
 
 
 def test_one_rank(capsys):

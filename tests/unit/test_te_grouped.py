@@ -118,6 +118,13 @@ class TestConstruction:
         step(build, layer, [5, 0, 3])
         assert layer.precisions[0].slots is None
 
+    def test_nvfp4_pads_every_expert_to_what_its_kernels_take(self):
+        fake = FakeTransformerEngine(NEWEST)
+        layer, build = experts(fake, fp4_format="e2m1", bf16=True)
+        step(build, layer, [5, 0, 130])
+        given = fake.called("pytorch.GroupedLinear.forward")[-1]
+        assert list(given["m_splits"]) == [128, 0, 256]
+
 
 class TestScaling:
     def test_each_expert_has_columns_of_its_own(self, fake):

@@ -80,6 +80,11 @@ class TestStart:
         start(fake, **EDGES)
         assert initialized(fake)[0]["quantization_modes"] == [FP8_MODE, NONE]
 
+    def test_four_bits_do_not_travel_in_them(self, newest):
+        with pytest.raises(PrecisionError, match="--tp-comm-overlap: got nvfp4"):
+            start(newest, fp4_format="e2m1", bf16=True)
+        assert not initialized(newest)
+
     def test_edges_without_layers_need_one(self, newest):
         none = {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0}
         start(newest, **EDGES, **none)

@@ -17,6 +17,7 @@ def test_the_usual_call_gives_a_run_configuration():
     )
     assert isinstance(config, RunConfig)
     assert (config.fp8_format, config.params_dtype) == ("hybrid", "bfloat16")
+    assert TransformerConfig(num_layers=2, hidden_size=64, fp4="e2m1").fp4_format == "e2m1"
     assert config.num_attention_heads == 1
 
 

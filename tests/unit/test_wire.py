@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core import wire
-from megatron.core.comm_log import KINDS, PARTS, CommLog, Transfer
+from megatron.core.comm_log import AMAX, KINDS, PARTS, CommLog, Packing, Transfer
 from megatron.core.mesh import Axis, MeshSizes, PaperGroup, ParallelState
 from megatron.core.tensor_parallel import mappings
 
@@ -54,6 +54,18 @@ def test_every_function_notes_what_it_would_move():
         ("recv", 64, 0): 2,
     }
     assert torch.equal(x, torch.ones(8, 2))
+
+
+def test_packed_lines_are_known_by_what_they_stand_for():
+    log = CommLog()
+    axis = paper(log=log).packed(Packing(sent=33, scales=1, plain=64))
+    wire.all_to_all(torch.empty(0), torch.empty(8, 33, dtype=torch.uint8), axis)
+    mappings.all_reduce_(torch.ones(1), paper(log=log), "max", AMAX)
+    packed, agreed = log.counts
+    assert (packed.sent_bytes, packed.plain_bytes, packed.spent_bytes) == (198, 384, 6)
+    assert (agreed.sent_bytes, agreed.plain_bytes, agreed.spent_bytes) == (6, 0, 6)
+    silent = paper()
+    assert silent.packed(Packing(1, 0, 2)) is silent
 
 
 def test_fp8_counts_one_byte_an_element():

@@ -80,10 +80,10 @@ class ColumnGroupedLinear(Protocol):
         init_method: InitMethod,
         partition_stride: int = 1,
     ) -> nn.Module:
-        """Construct it; `forward(x [T, in], tokens_per_expert) -> y [T, out/etp]`.
+        """Construct it; `forward(x [T, in], tokens_per_expert, arrivals) -> y [T, out/etp]`.
 
-        The rows of `x` are sorted by expert; T and every count may be 0. The module has
-        `precisions`, one for each local expert.
+        The rows of `x` are sorted by expert; T and every count may be 0. `arrivals`, optional, has
+        `x` as it came in FP8. The module has `precisions`, one for each local expert.
         """
 
 
@@ -99,7 +99,7 @@ class RowGroupedLinear(Protocol):
         build: Build,
         init_method: InitMethod,
     ) -> nn.Module:
-        """Construct it; `forward(x [T, in/etp], tokens_per_expert) -> y [T, out]`, partial sums."""
+        """Construct it; `forward(x [T, in/etp], tokens_per_expert, arrivals) -> y [T, out]`."""
 
 
 class NormFactory(Protocol):

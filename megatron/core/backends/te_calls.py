@@ -26,6 +26,7 @@ MODULES_NAMED = (2, 9)  # modules take `name`, used in debug output
 UB_MODES = (2, 8)  # initialize_ub(use_fp8=) became initialize_ub(quantization_modes=)
 EXTERNAL_BUFFERS = (2, 7)  # userbuffers for the weight gradients of row-parallel layers
 GROUPED_CURRENT_SCALING = (2, 3)  # GroupedLinear takes this recipe
+ATTENTION_CURRENT_SCALING = (2, 8)  # FP8 attention takes this recipe
 
 
 @dataclass(frozen=True)
@@ -213,26 +214,40 @@ def delayed_recipe(
     amax_history_len: int,
     amax_compute_algo: str | Callable[..., torch.Tensor],
     reduce_amax: bool,
+    attention: bool = False,
 ) -> Any:
-    """Build Transformer Engine's `DelayedScaling`."""
+    """Build Transformer Engine's `DelayedScaling`, for the products of attention or of layers."""
     return library.recipe.DelayedScaling(
         margin=margin,
         fp8_format=_format(library, fp8_format),
         amax_history_len=amax_history_len,
         amax_compute_algo=amax_compute_algo,
         reduce_amax=reduce_amax,
+        **_in_attention(attention),
     )
 
 
+def _in_attention(attention: bool) -> dict[str, Any]:
+    """What makes a recipe hold inside attention."""
+    return {"fp8_dpa": True} if attention else {}
+
+
 def current_recipe(
-    library: Library, *, fp8_format: str, power_2_scale: bool, amax_epsilon: float
+    library: Library,
+    *,
+    fp8_format: str,
+    power_2_scale: bool,
+    amax_epsilon: float,
+    attention: bool = False,
 ) -> Any:
     """Build Transformer Engine's `Float8CurrentScaling`.
 
     The scale options are class attributes there, read when a quantizer is made; as constructor
     arguments they would be ignored without a word, so they are assigned on the instance.
     """
-    recipe = library.recipe.Float8CurrentScaling(fp8_format=_format(library, fp8_format))
+    recipe = library.recipe.Float8CurrentScaling(
+        fp8_format=_format(library, fp8_format), **_in_attention(attention)
+    )
     options = library.recipe.QParams(power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
     for role in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         setattr(recipe, role, options)
@@ -257,6 +272,24 @@ def block_recipe(library: Library, *, fp8_format: str, power_of_two: bool, weigh
 def mx_recipe(library: Library, *, fp8_format: str) -> Any:
     """Build Transformer Engine's `MXFP8BlockScaling`."""
     return library.recipe.MXFP8BlockScaling(fp8_format=_format(library, fp8_format))
+
+
+def nvfp4_recipe(
+    library: Library,
+    *,
+    disable_rht: bool,
+    disable_stochastic_rounding: bool,
+    disable_2d_quantization: bool,
+) -> Any:
+    """Build Transformer Engine's `NVFP4BlockScaling`.
+
+    Every choice is passed: left out, it would follow the environment of the process.
+    """
+    return library.recipe.NVFP4BlockScaling(
+        disable_rht=disable_rht,
+        disable_stochastic_rounding=disable_stochastic_rounding,
+        disable_2d_quantization=disable_2d_quantization,
+    )
 
 
 def _format(library: Library, name: str) -> Any:
@@ -290,6 +323,7 @@ def autocast(
 _BLOCK_SUPPORT = {
     "blockwise": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
     "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
+    "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
 }
 
 
@@ -307,6 +341,37 @@ def recipe_support(library: Library, name: str) -> tuple[bool, str]:
         return False, f"release {library.version[0]}.{library.version[1]} has no {kind}"
     able, reason = getattr(library.manager, question)()
     return bool(able), str(reason)
+
+
+def attention_support(
+    library: Library, name: str, capability: tuple[int, int] | None
+) -> tuple[bool, str]:
+    """Whether Transformer Engine has FP8 attention with a recipe here, and why not.
+
+    Args:
+        library: Transformer Engine.
+        name: The recipe's name in `--fp8-recipe`.
+        capability: Compute capability of the device; None where there is none.
+    """
+    if name == "tensorwise" and library.version < ATTENTION_CURRENT_SCALING:
+        wanted = ".".join(str(number) for number in ATTENTION_CURRENT_SCALING)
+        installed = ".".join(str(number) for number in library.version)
+        return (
+            False,
+            f"its FP8 attention takes this recipe from release {wanted} on, and"
+            f" {installed} is installed",
+        )
+    if capability is None:
+        return True, ""
+    here = f"this device has {capability[0]}.{capability[1]}"
+    if capability < (9, 0) or capability == (12, 0):
+        return False, f"its FP8 attention is for compute capability 9.0 and 10.x, and {here}"
+    if name == "tensorwise" and capability < (10, 0):
+        return False, (
+            f"its FP8 attention takes this recipe from compute capability 10.0 on, and {here};"
+            " --fp8-recipe delayed works here"
+        )
+    return True, ""
 
 
 def fp8_support(library: Library) -> tuple[bool, str]:

@@ -28,7 +28,7 @@ from megatron.core.backends.te_recipes import (
 )
 from megatron.core.backends.te_scaling import GroupBinding, fp8_region
 from megatron.core.errors import PrecisionError, complaint
-from megatron.core.fp8.grouped import check_counts, grouped_linear
+from megatron.core.fp8.grouped import NOTHING, Arrivals, check_counts, grouped_linear
 from megatron.core.fp8.recipe import Float8CurrentScaling
 from megatron.core.mesh import Axis
 from megatron.core.shards import InitMethod
@@ -83,7 +83,7 @@ class _TeGroupedLinear(TeModule):
         if isinstance(precision.decision.recipe, Float8CurrentScaling) and version < oldest:
             raise PrecisionError(
                 complaint(
-                    "--fp8-recipe",
+                    precision.decision.rule or "--fp8-recipe",
                     "tensorwise with experts",
                     f"Transformer Engine {version[0]}.{version[1]} is installed, whose grouped"
                     " layers take delayed scaling only",
@@ -98,12 +98,15 @@ class _TeGroupedLinear(TeModule):
         """The experts' matrices, in order."""
         return [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
 
-    def forward(self, x: torch.Tensor, tokens_per_expert: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, tokens_per_expert: Sequence[int], arrivals: Arrivals = NOTHING
+    ) -> torch.Tensor:
         """Apply each expert to its rows.
 
         Args:
             x: `[T, in]` (`[T, in/t]` in a row layer), rows sorted by local expert.
             tokens_per_expert: Rows of each local expert; T and any count may be 0.
+            arrivals: Not used: the library quantizes the values, which gives the same.
 
         Returns:
             `[T, out/t]`, or in a row layer `[T, out]`, a partial sum over expert tensor-parallel
@@ -112,6 +115,7 @@ class _TeGroupedLinear(TeModule):
         Raises:
             MegatronError: The counts do not fit the experts or the rows.
         """
+        del arrivals
         counts = [int(count) for count in tokens_per_expert]
         check_counts(counts, self.num_gemms, x)
         weights: list[Any] = self.weights
@@ -128,7 +132,7 @@ class _TeGroupedLinear(TeModule):
                 del weight.grad_added_to_main_grad
         x = x.to(weights[0].dtype)
         active = self.precisions[0].active
-        multiple = row_alignment(self.precisions[0])
+        multiple = row_alignment(self.precisions[0], grouped=True)
         places = row_places(counts, multiple) if active else None
         if places is not None:
             places = places.to(x.device)

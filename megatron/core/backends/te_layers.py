@@ -23,11 +23,13 @@ from megatron.core.backends.te_calls import Library
 from megatron.core.backends.te_recipes import (
     check_widths,
     row_alignment,
+    te_attention_precision,
     te_precision,
     te_recipe,
 )
-from megatron.core.backends.te_scaling import BookBinding, fp8_region
+from megatron.core.backends.te_scaling import AttentionBinding, BookBinding, fp8_region
 from megatron.core.errors import MegatronError, complaint
+from megatron.core.fp8.attention import AttentionTensor
 from megatron.core.mesh import Axis
 from megatron.core.shards import InitMethod, init_parameter, mark_sharded
 from megatron.core.tensor_parallel.layers import equal_share
@@ -383,9 +385,11 @@ class TeCoreAttention(TeModule):
     """Causal attention of one layer's local heads.
 
     Args:
-        build: Supplies head sizes, mesh, dropout and its random stream.
+        build: Supplies head sizes, mesh, dropout and its random stream, and decides the precision.
         layer_number: 1-based number of the layer in the whole model.
     """
+
+    init_fp8_metadata: Any
 
     def __init__(self, *, build: Build, layer_number: int) -> None:
         config, tp = build.config, build.mesh.tp
@@ -408,6 +412,13 @@ class TeCoreAttention(TeModule):
             cp_stream=_second_stream() if build.mesh.cp.size > 1 else None,
         )
         super().__init__(**arguments)
+        self.precision = te_attention_precision(build, self.library)
+        self._amax_axis = build.mesh.amax
+        slots = self.precision.slots
+        self._binding: AttentionBinding | None = None
+        if slots is not None:
+            scaled = [tensor for tensor in AttentionTensor if self.precision.is_delayed(tensor)]
+            self._binding = AttentionBinding(slots, scaled)
 
     def forward(
         self,
@@ -439,7 +450,23 @@ class TeCoreAttention(TeModule):
                     "Build the model with --reset-attention-mask",
                 )
             )
-        context: torch.Tensor = super().forward(query, key, value)
+        recipe, binding = self.precision.decision.recipe, self._binding
+        context: torch.Tensor
+        if recipe is None or binding is None or not self.precision.active:
+            context = super().forward(query, key, value)
+            return context
+        te_version = te_recipe(self.library, recipe, self._amax_axis, attention=True)
+        with fp8_region(self.library, te_version, self._amax_axis.group):
+            self.init_fp8_metadata(num_gemms=3)
+            binding.begin(self)
+            if query.requires_grad:
+                # Runs when the library has made the gradients, whose maxima it has found by then.
+                query = query.view_as(query)
+                hooked: Any = query
+                hooked.register_hook(lambda _: binding.record("backward"))
+            context = super().forward(query, key, value)
+        if self.precision.state.recording:
+            binding.record("forward")
         return context
 
 

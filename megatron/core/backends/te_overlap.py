@@ -12,6 +12,7 @@ import torch
 
 from megatron.config import ConfigError
 from megatron.config.cli import read_overlap_cfg
+from megatron.config.fp8_policy import recipes_in_use, some_layers_plain
 from megatron.config.overlap_cfg import INPUT_GRADS, SWITCHES
 from megatron.core.backends import te_calls
 from megatron.core.backends.te_calls import EXTERNAL_BUFFERS, UB_MODES, Library
@@ -141,15 +142,23 @@ def start(library: Library, config: RunConfig, axis: Axis) -> str:
 
 def _modes(config: RunConfig, version: tuple[int, int]) -> tuple[bool, ...]:
     """For each set of buffers that is needed: whether FP8 bytes travel in it."""
-    if config.fp8_format is None:
+    if "nvfp4" in recipes_in_use(config):
+        raise PrecisionError(
+            complaint(
+                "--tp-comm-overlap",
+                "nvfp4",
+                "Transformer Engine's userbuffers carry FP8 and wider types only",
+                "Remove one of them, or use --transformer-impl native, which overlaps both",
+            )
+        )
+    if not recipes_in_use(config):
         return (False,)
-    edges = config.num_layers_at_start_in_bf16 + config.num_layers_at_end_in_bf16
-    if not (config.first_last_layers_bf16 and edges):
+    if not some_layers_plain(config):
         return (True,)
     if version < UB_MODES:
         raise PrecisionError(
             complaint(
-                "--first-last-layers-bf16",
+                "--first-last-layers-bf16, --fp8-warmup-iters or --fp8-policy",
                 "--tp-comm-overlap",
                 "Buffers for FP8 and for other layers at once came with Transformer Engine"
                 f" {UB_MODES[0]}.{UB_MODES[1]}, and {version[0]}.{version[1]} is installed",

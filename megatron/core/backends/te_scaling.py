@@ -14,7 +14,7 @@ quantizes with the scales of the first one. Two measures bring that about:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.backends.te_calls import Library, autocast, grouped_columns
 from megatron.core.errors import PrecisionError, complaint
 from megatron.core.fp8.amax import BACKWARD_COLUMNS, FORWARD_COLUMNS, GroupView, Slots
+from megatron.core.fp8.attention import AttentionTensor
 
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
 
@@ -126,6 +127,61 @@ class BookBinding:
                 state = module.fp8_meta[direction]
                 state.scale.copy_(view.scale)
                 state.amax_history.copy_(view.amax_history)
+
+
+class AttentionBinding:
+    """Makes the quantizers of one attention module work on the columns of a layer in the book.
+
+    Maxima go to a place of their own first: a fused kernel may overwrite a maximum where a cast
+    keeps the larger one, and a step has several microbatches.
+
+    Args:
+        slots: The layer's columns.
+        tensors: Those of them that the book has scales for.
+    """
+
+    def __init__(self, slots: Slots, tensors: Iterable[AttentionTensor]) -> None:
+        self.slots = slots
+        places = [tensor.value for tensor in tensors]
+        self._places = {
+            key: [column for direction, column in places if direction == key]
+            for key in ("forward", "backward")
+        }
+        self._found: dict[str, torch.Tensor] = {}
+        self._mirrored = -1
+
+    def begin(self, module: Any) -> None:
+        """Hand out scales before a forward pass, and places for maxima."""
+        book = self.slots.book
+        for direction, key in (("forward", FORWARD), ("backward", BACKWARD)):
+            columns = book.columns(self.slots.path, direction)
+            scale = book.scale_in_use[columns]
+            check_quantizers(self.slots.path, module.quantizers[key], direction, scale.shape[0])
+            if direction == "forward" or direction not in self._found:
+                self._found[direction] = torch.zeros_like(scale)
+            for column in self._places[direction]:
+                quantizer = module.quantizers[key][column]
+                quantizer.scale = scale[column].view(quantizer.scale.shape)
+                quantizer.amax = self._found[direction][column].view(quantizer.amax.shape)
+        if book.generation != self._mirrored:
+            self._mirror(module)
+            self._mirrored = book.generation
+
+    def record(self, direction: str) -> None:
+        """Take the maxima of a pass that has ended over into the book."""
+        book = self.slots.book
+        row = book.history[0, book.columns(self.slots.path, direction)]
+        torch.maximum(row, self._found[direction], out=row)
+        self._found[direction].zero_()
+
+    def _mirror(self, module: Any) -> None:
+        """Show the book's numbers in `fp8_meta`; with current scaling it has the last columns."""
+        with torch.no_grad():
+            for key, view in ((FORWARD, self.slots.forward), (BACKWARD, self.slots.backward)):
+                state = module.fp8_meta[key]
+                count = state.scale.numel()
+                state.scale.copy_(view.scale[-count:])
+                state.amax_history.copy_(view.amax_history[:, -count:])
 
 
 class GroupBinding:

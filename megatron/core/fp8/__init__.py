@@ -10,10 +10,11 @@ from megatron.core.fp8.autocast import (
     is_fp8_available,
     is_fp8_enabled,
 )
-from megatron.core.fp8.formats import E4M3, E5M2, Format, Fp8Format
+from megatron.core.fp8.formats import E2M1, E4M3, E5M2, Format, Fp8Format
 from megatron.core.fp8.gemm import gemm_nt
 from megatron.core.fp8.linear import linear
 from megatron.core.fp8.modules import LayerNormLinear, Linear
+from megatron.core.fp8.nvfp4 import NVFP4BlockScaling
 from megatron.core.fp8.policy import Fp8Policy
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
 from megatron.core.fp8.recipe import (
@@ -28,6 +29,7 @@ from megatron.core.fp8.state import Fp8State, recipe_from_config
 from megatron.core.fp8.tensor import QuantizedTensor
 
 __all__ = [
+    "E2M1",
     "E4M3",
     "E5M2",
     "AmaxBook",
@@ -42,6 +44,7 @@ __all__ = [
     "Linear",
     "LinearPrecision",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "PrecisionRow",
     "QuantizedTensor",
     "Recipe",

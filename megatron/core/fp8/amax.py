@@ -13,14 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from megatron.core.comm_log import AMAX
 from megatron.core.errors import CheckpointError, PrecisionError, complaint
-from megatron.core.fp8.formats import Fp8Format
 from megatron.core.fp8.recipe import DelayedScaling, Role
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import all_reduce
@@ -165,6 +164,8 @@ class _Entry:
 
     forward: slice
     backward: slice
+    limits: tuple[float, float]  # largest values of the formats of each direction
+    names: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
 
 class AmaxBook:
@@ -195,10 +196,19 @@ class AmaxBook:
         path: str,
         fwd_columns: int = len(FORWARD_COLUMNS),
         bwd_columns: int = len(BACKWARD_COLUMNS),
+        recipe: DelayedScaling | None = None,
+        names: Mapping[tuple[str, int], str] | None = None,
     ) -> Slots:
         """Give a layer its columns.
 
         Register every layer before taking views: a later registration moves the buffers.
+
+        Args:
+            path: The layer.
+            fwd_columns: Tensors of its forward pass.
+            bwd_columns: Tensors of its backward pass.
+            recipe: Its recipe, which may have other formats than the book's.
+            names: Of columns, by direction and number, where they are not those of products.
 
         Raises:
             PrecisionError: If the path is taken.
@@ -212,17 +222,20 @@ class AmaxBook:
                     "Build each layer with its own path",
                 )
             )
+        limits = self._limits_of(recipe or self.recipe)
         free = self._free.get((fwd_columns, bwd_columns))
         if free:
-            self._entries[path] = free.pop()
-            slots = Slots(self, path)
-            for view in (slots.forward, slots.backward):
-                view.amax_history.zero_()
-                view.scale.fill_(1.0)
-            return slots
+            self._entries[path] = replace(free.pop(), limits=limits, names=names or {})
+            self._grow()
+            self._write_limits(self._entries[path], self._fp8_max)
+            self.reset(path)
+            return Slots(self, path)
         first_fwd, first_bwd = self._counts["forward"], self._counts["backward"]
         self._entries[path] = _Entry(
-            slice(first_fwd, first_fwd + fwd_columns), slice(first_bwd, first_bwd + bwd_columns)
+            slice(first_fwd, first_fwd + fwd_columns),
+            slice(first_bwd, first_bwd + bwd_columns),
+            limits,
+            names or {},
         )
         self._counts["forward"] += fwd_columns
         self._counts["backward"] += bwd_columns
@@ -233,6 +246,13 @@ class AmaxBook:
         entry = self._entries.pop(path)
         widths = tuple(span.stop - span.start for span in (entry.forward, entry.backward))
         self._free.setdefault(widths, []).append(entry)
+
+    def reset(self, path: str) -> None:
+        """Give a layer the state of one that never ran."""
+        for direction in ("forward", "backward"):
+            columns = self.columns(path, direction)
+            self.history[:, columns] = 0.0
+            self.scale[columns] = 1.0
 
     def paths(self) -> list[str]:
         """Layers in the order of their columns."""
@@ -289,17 +309,20 @@ class AmaxBook:
         total = sum(counts)
         self._history = torch.zeros(length, total, dtype=torch.float32, device=self.device)
         self._scale = torch.ones(total, dtype=torch.float32, device=self.device)
-        forward, backward = self._limits()
-        self._fp8_max = torch.cat(
-            [
-                torch.full((counts[0],), forward.max, device=self.device),
-                torch.full((counts[1],), backward.max, device=self.device),
-            ]
-        )
+        limits = torch.ones(total)
+        for entry in self._entries.values():
+            self._write_limits(entry, limits)
+        self._fp8_max = limits.to(self.device)
         self._built = counts
 
-    def _limits(self) -> tuple[Fp8Format, Fp8Format]:
-        return self.recipe.format_of(Role.INPUT), self.recipe.format_of(Role.GRAD_OUTPUT)
+    @staticmethod
+    def _limits_of(recipe: DelayedScaling) -> tuple[float, float]:
+        return recipe.format_of(Role.INPUT).max, recipe.format_of(Role.GRAD_OUTPUT).max
+
+    def _write_limits(self, entry: _Entry, limits: torch.Tensor) -> None:
+        start = self._counts["forward"]
+        limits[entry.forward] = entry.limits[0]
+        limits[start + entry.backward.start : start + entry.backward.stop] = entry.limits[1]
 
     def _grow(self) -> None:
         """Bring the buffers up to the registered number of columns, keeping their contents."""
@@ -380,7 +403,7 @@ class AmaxBook:
     def names(self) -> list[str]:
         """`path.column` of every column, in buffer order; empty for a column without a layer."""
         out = [""] * sum(self._counts.values())
-        for path in self._entries:
+        for path, entry in self._entries.items():
             for direction, known in (
                 ("forward", FORWARD_COLUMNS),
                 ("backward", BACKWARD_COLUMNS),
@@ -389,7 +412,8 @@ class AmaxBook:
                 for i, column in enumerate(range(span.start, span.stop)):
                     gemm = i // len(known)
                     suffix = f"[{gemm}]" if span.stop - span.start > len(known) else ""
-                    out[column] = f"{path}.{known[i % len(known)]}{suffix}"
+                    name = f"{known[i % len(known)]}{suffix}"
+                    out[column] = f"{path}.{entry.names.get((direction, i), name)}"
         return out
 
     # -- checkpoint -----------------------------------------------------------------------------
@@ -457,14 +481,15 @@ class AmaxBook:
             for length in sorted(lengths - {now})
         ]
 
-    def rescale(self, forward_max: float, backward_max: float) -> None:
-        """Convert scales that were made for formats with other largest values."""
-        forward, backward = self._limits()
+    def rescale(self, path: str, forward_max: float, backward_max: float) -> None:
+        """Convert a layer's scales that were made for formats with other largest values."""
+        limits = self._entries[path].limits
         for direction, old, new in (
-            ("forward", forward_max, forward.max),
-            ("backward", backward_max, backward.max),
+            ("forward", forward_max, limits[0]),
+            ("backward", backward_max, limits[1]),
         ):
-            self.scale[self._span(direction)] *= new / old
+            if old != new:
+                self.scale[self.columns(path, direction)] *= new / old
 
 
 def refuse_missing(wanted: Iterable[str], saved: Collection[str]) -> None:

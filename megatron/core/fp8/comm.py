@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.core.comm_log import AS_IT_IS, Packing
+from megatron.core.fp8.formats import E4M3
 from megatron.core.fp8.gemm import Operand, Product, ready
+from megatron.core.fp8.kernels import fp4
 from megatron.core.fp8.scales import from_e8m0, to_e8m0
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
@@ -23,7 +26,8 @@ def to_wire(rows: Operand) -> torch.Tensor:
     """What is sent of `[rows, cols]`: the tensor, or the bytes of a quantized one.
 
     With scales for blocks, a line of what is sent is a row of blocks: the bytes of all its rows,
-    then its scales, powers of two in one byte each.
+    then its scales, powers of two in one byte each. FP4 travels as two codes a byte and scales in
+    E4M3; the scale of the tensor is one that all ranks share.
     """
     if not isinstance(rows, QuantizedTensor):
         return rows.contiguous()
@@ -31,8 +35,31 @@ def to_wire(rows: Operand) -> torch.Tensor:
     if rows.block is None:
         return codes
     scales = rows.scale_inv.contiguous()
-    packed = to_e8m0(scales) if rows.power_of_two else scales.view(torch.uint8)
-    return torch.cat([codes.reshape(scales.shape[0], -1), packed], dim=1)
+    lines = codes.reshape(scales.shape[0], rows.block[0] * codes.shape[1])
+    if rows.tensor_inv is not None:
+        lines, packed = fp4.pack(lines), scales.to(E4M3.torch_dtype).view(torch.uint8)
+    else:
+        packed = to_e8m0(scales) if rows.power_of_two else scales.view(torch.uint8)
+    return torch.cat([lines, packed], dim=1)
+
+
+def packing_of(rows: Operand, itemsize: int) -> Packing:
+    """What the lines that `to_wire` makes stand for.
+
+    Args:
+        rows: What is sent.
+        itemsize: Bytes of an element if it were not quantized.
+    """
+    if not isinstance(rows, QuantizedTensor):
+        return AS_IT_IS
+    if rows.block is None:
+        return Packing(1, 0, itemsize)
+    elements = rows.block[0] * rows.shape[1]
+    if rows.tensor_inv is not None:
+        scales = rows.scale_inv.shape[1]
+        return Packing(-(-elements // 2) + scales, scales, elements * itemsize)
+    scales = rows.scale_inv.shape[1] * (1 if rows.power_of_two else 4)
+    return Packing(elements + scales, scales, elements * itemsize)
 
 
 def tensor_of(rows: Operand) -> torch.Tensor:
@@ -50,18 +77,22 @@ def from_wire(sent: torch.Tensor, like: Operand) -> Operand:
     if not isinstance(like, QuantizedTensor):
         return sent
     if like.block is not None:
-        return _from_lines(sent, like)
+        return from_lines(sent, like)
     rows = replace(like, data=sent.view(like.fmt.torch_dtype))
     return rows.hold() if like.is_held else rows
 
 
-def _from_lines(sent: torch.Tensor, like: QuantizedTensor) -> QuantizedTensor:
-    """Rows of blocks, in the form of `like`."""
+def from_lines(sent: torch.Tensor, like: QuantizedTensor) -> QuantizedTensor:
+    """The rows of blocks that the lines `sent` stand for, in the form of `like`."""
     high, cols = (like.block or (1, 1))[0], like.shape[1]
-    codes = sent[:, : high * cols].reshape(-1, cols)
-    packed = sent[:, high * cols :].contiguous()
-    scale_inv = from_e8m0(packed) if like.power_of_two else packed.view(torch.float32)
-    data = codes.view(like.fmt.torch_dtype)
+    count = high * cols
+    width = -(-count // 2) if like.tensor_inv is not None else count
+    codes, packed = sent[:, :width], sent[:, width:].contiguous()
+    if like.tensor_inv is not None:
+        codes, scale_inv = fp4.unpack(codes, count), packed.view(E4M3.torch_dtype).float()
+    else:
+        scale_inv = from_e8m0(packed) if like.power_of_two else packed.view(torch.float32)
+    data = codes.reshape(-1, cols).view(like.fmt.torch_dtype)
     rows = replace(like, data=data, scale_inv=scale_inv, folded=False)
     if not like.is_held:
         return rows
@@ -69,18 +100,21 @@ def _from_lines(sent: torch.Tensor, like: QuantizedTensor) -> QuantizedTensor:
     return rows.fold() if like.folded else rows
 
 
-def gather_rows(rows: Operand, axis: Axis) -> Operand:
+def gather_rows(rows: Operand, axis: Axis, itemsize: int = 2) -> Operand:
     """Concatenate every rank's rows.
 
     Args:
         rows: This rank's `[rows, cols]`; if quantized, with one scale that all ranks share, or
             with blocks of which none reaches over the last row.
         axis: Ranks that take part.
+        itemsize: For the log: bytes of an element if it were not quantized.
 
     Returns:
         `[rows * axis.size, cols]`, in the form of `rows`.
     """
-    return rows if axis.size == 1 else from_wire(all_gather(to_wire(rows), axis), rows)
+    if axis.size == 1:
+        return rows
+    return from_wire(all_gather(to_wire(rows), axis.packed(packing_of(rows, itemsize))), rows)
 
 
 class Transfers:
@@ -102,7 +136,7 @@ class Transfers:
         Returns:
             `[m * axis.size, N]`, and all rows, `[m * axis.size, K]`.
         """
-        whole = ready(gather_rows(rows, axis))
+        whole = ready(gather_rows(rows, axis, product.out_dtype.itemsize))
         return product(whole), lambda: whole
 
     def multiply_then_scatter(self, rows: Operand, axis: Axis, product: Product) -> torch.Tensor:
@@ -125,9 +159,12 @@ class Transfers:
         dx = reduce_scatter(product(rows), axis)
         return lambda: dx
 
-    def start_gather(self, rows: Operand, axis: Axis) -> Callable[[], Operand]:
-        """Fetch every rank's rows, `[m * axis.size, K]`; other work may come before they arrive."""
-        return lambda: gather_rows(rows, axis)
+    def start_gather(self, rows: Operand, axis: Axis, itemsize: int = 2) -> Callable[[], Operand]:
+        """Fetch every rank's rows, `[m * axis.size, K]`; other work may come before they arrive.
+
+        `itemsize` is that of `gather_rows`.
+        """
+        return lambda: gather_rows(rows, axis, itemsize)
 
 
 PLAIN = Transfers()

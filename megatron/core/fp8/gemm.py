@@ -7,10 +7,13 @@ applies both inverse scales:
 * `exact`: an fp32 product, scaled in fp32, rounded once to the output type.
 * `fast`: a bf16 product where the CPU has bf16 instructions and the output is bf16. A library that
   rounds before it scales may differ from `exact` by one unit in the last place of bf16.
+* `hopper`: summed up as Hopper's tensor cores do, see `accumulation`; one rounding.
 
-Scales of blocks are applied to the operands instead, before the product. With powers of two that is
-exact in bf16 and `fast` rounds once, too; with other scales both modes multiply in fp32. Scaled
-values below 2**-126 or above the largest bf16 lose bits.
+In the first two, scales of blocks are applied to the operands instead, before the product. With
+powers of two that is exact in bf16 and `fast` rounds once, too; with other scales both modes
+multiply in fp32. Scaled values below 2**-126 or above the largest bf16 lose bits. FP4 values times
+their block's scale are exact in bf16, too, and the scale of the tensor above them is applied to the
+product as above.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.capability import gemm_dtype
+from megatron.core.fp8 import accumulation
+from megatron.core.fp8.accumulation import HOPPER
 from megatron.core.fp8.formats import Fp8Format
 from megatron.core.fp8.hardware import multiply
 from megatron.core.fp8.tensor import QuantizedTensor
 
-EMULATIONS = ("fast", "exact")
+EMULATIONS = ("fast", "exact", HOPPER)
 _SAFE_ALPHA = (1e-37, 1e37)
 
 _MIXED = "gemm_nt: got one quantized and one plain operand. Quantize both or none."
@@ -50,15 +55,20 @@ def gemm_nt(
         b: `[N, K]`; both quantized or both plain.
         out_dtype: Type of the result.
         bias: `[N]`, added before the result is rounded.
-        emulation: `fast` or `exact`, for quantized operands without FP8 hardware.
-        fast_accum: Hardware only: accumulate with less than full fp32 precision.
+        emulation: `fast`, `exact` or `hopper`, for quantized operands without FP8 hardware.
+        fast_accum: On hardware and with `hopper`: never go on in fp32 on the way.
         out: `[M, N]` in `out_dtype`, written to and returned.
 
     Returns:
         `[M, N]`.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        if not a.is_held and not b.is_held:
+        if emulation == HOPPER and not _on_hardware(a, b):
+            made = accumulation.multiply(a, b, split=not fast_accum)
+            made = made if bias is None else made.add_(bias.float())
+            return made.to(out_dtype) if out is None else _put(made, out)
+        a, b = a.uniform(), b.uniform()
+        if _on_hardware(a, b):
             product = multiply(a, b, out_dtype, bias, fast_accum, out)
             if product is not None:
                 return product
@@ -128,6 +138,10 @@ def gemm_nt_accumulate(
     No rounding between the fp32 accumulator and `out`, unless the product itself runs in bf16.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if emulation == HOPPER and not _on_hardware(a, b):
+            out.add_(accumulation.multiply(a, b, split=True))
+            return
+        a, b = a.uniform(), b.uniform()
         held = a.is_held and b.is_held
         if held and _by_blocks(a, b):
             _accumulate_blocks(a, b, out, emulation)
@@ -165,7 +179,8 @@ def ready_dtype(a: Operand) -> torch.dtype:
     if isinstance(a, QuantizedTensor):
         if not a.is_held:
             return a.data.dtype
-        return torch.float32 if a.block is not None and not a.folded else _compute_dtype(a.data)
+        blocks = a.block is not None and not a.folded and a.tensor_inv is None
+        return torch.float32 if blocks else _compute_dtype(a.data)
     return _compute_dtype(a)
 
 
@@ -176,16 +191,21 @@ def kernel_name(
     emulation: str,
     device: torch.device,
     exact_in_bf16: bool = True,
+    split: bool = True,
 ) -> str:
     """What emulates the product of two quantized operands, in words.
 
     Args:
         a: Format of the first operand.
         b: Format of the second.
-        emulation: `fast` or `exact`.
+        emulation: `fast`, `exact` or `hopper`.
         device: Where they are.
         exact_in_bf16: Whether a bf16 product computes what `fast` promises.
+        split: Whether `hopper` goes on in fp32 every 128 products.
     """
+    if emulation == HOPPER:
+        kind = "split" if split else "fast"
+        return f"emulated {a.name}x{b.name} GEMM, Hopper's {kind} accumulation"
     bf16 = gemm_dtype(torch.bfloat16, device) == torch.bfloat16
     fast = emulation == "fast" and bf16 and exact_in_bf16
     return f"emulated {a.name}x{b.name} {'bf16' if fast else 'fp32'} GEMM"
@@ -199,6 +219,10 @@ def _emulation_dtype(held: torch.Tensor, out_dtype: torch.dtype, emulation: str)
     """In which type grid values are multiplied."""
     fast = emulation == "fast" and out_dtype == torch.bfloat16
     return _compute_dtype(held) if fast else torch.float32
+
+
+def _on_hardware(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    return not a.is_held and not b.is_held and not _by_blocks(a, b)
 
 
 def _by_blocks(a: QuantizedTensor, b: QuantizedTensor) -> bool:

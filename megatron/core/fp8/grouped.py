@@ -10,18 +10,38 @@ One autograd node serves all experts of a rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from megatron.core.errors import MegatronError, complaint
+from megatron.core.fp8.calibrate import measure, measure_forward
 from megatron.core.fp8.gemm import Operand, gemm_nt, ready
-from megatron.core.fp8.linear import accumulates, weight_grad
+from megatron.core.fp8.linear import accumulates, input_operands, weight_grad, weight_operands
 from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.primary import check_readable
 from megatron.core.fp8.recipe import Role
-from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.fp8.row_codec import Arrival
+from megatron.core.fp8.tensor import QuantizedTensor, put_together, taken_apart
 from megatron.core.fp8.weight_grads import WeightGradQueue
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What may come quantized to a group of experts.
+
+    Attributes:
+        x: The input.
+        grad: The gradient of the output.
+    """
+
+    x: Arrival | None = None
+    grad: Arrival | None = None
+
+
+NOTHING = Arrivals()
 
 
 def grouped_linear(
@@ -30,6 +50,7 @@ def grouped_linear(
     precisions: Sequence[LinearPrecision],
     tokens_per_expert: Sequence[int],
     later: WeightGradQueue | None = None,
+    arrivals: Arrivals = NOTHING,
 ) -> torch.Tensor:
     """`x_e @ weight_e.T` for the rows of every expert, in its precision.
 
@@ -39,6 +60,8 @@ def grouped_linear(
         precisions: How each expert computes.
         tokens_per_expert: Rows of each expert, in order; any may be 0.
         later: As for `linear`.
+        arrivals: Rows that came quantized, which are not quantized again if every expert would
+            make the same of them.
 
     Returns:
         `[T, out]` in the type of the weights.
@@ -48,7 +71,12 @@ def grouped_linear(
     """
     counts = list(tokens_per_expert)
     check_counts(counts, len(weights), x)
-    return _grouped_linear(x, tuple(precisions), counts, later, *weights)
+    seeds = [p.rounding_seed() if torch.is_grad_enabled() else 0 for p in precisions]
+    y = _grouped_linear(x, tuple(precisions), counts, later, arrivals, seeds, *weights)
+    if precisions and precisions[0].state.ranges is not None:
+        group = precisions[0].path.rpartition(".")[0]
+        precisions[0].state.ranges.backward(group, precisions[0], y)
+    return y
 
 
 def check_counts(counts: Sequence[int], num_experts: int, x: torch.Tensor) -> None:
@@ -81,91 +109,124 @@ class _GroupedLinear(torch.autograd.Function):
         precisions: tuple[LinearPrecision, ...],
         counts: list[int],
         later: WeightGradQueue | None,
+        arrivals: Arrivals,
+        seeds: list[int],
         *weights: torch.Tensor,
     ) -> torch.Tensor:
+        made = _as_they_came(arrivals.x, x, precisions, counts, Role.INPUT)
         y = x.new_empty(x.shape[0], weights[0].shape[0], dtype=weights[0].dtype)
         kept = _Kept(ctx.needs_input_grad[0])
         parts, outputs = torch.split(x, counts), torch.split(y, counts)
-        for part, out, weight, precision in zip(parts, outputs, weights, precisions, strict=True):
+        experts = zip(parts, outputs, weights, precisions, made, strict=True)
+        for part, out, weight, precision, row in experts:
             if part.shape[0]:
-                kept.add(*_forward(part, out, weight, precision))
+                kept.add(*_forward(part, out, weight, precision, row))
             else:
                 kept.add(None, None)
         # The parameters themselves: recomputation hands back saved tensors as new objects, and
         # those would have no main_grad.
         ctx.weights, ctx.precisions, ctx.counts = weights, precisions, counts
-        ctx.shape, ctx.dtype, ctx.later = x.shape, x.dtype, later
+        ctx.shape, ctx.dtype, ctx.later, ctx.grad = x.shape, x.dtype, later, arrivals.grad
+        ctx.seeds = seeds
         kept.save(ctx)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        made = _as_they_came(ctx.grad, grad, ctx.precisions, ctx.counts, Role.GRAD_OUTPUT)
         dx = grad.new_empty(ctx.shape, dtype=ctx.dtype) if wants_dx else None
         dx_parts = torch.split(dx, ctx.counts) if dx is not None else (None,) * len(ctx.counts)
         operands, weight_grads = _Kept.load(ctx), []
         soon = ctx.later is None or not ctx.later.is_collecting
         for i, dy in enumerate(torch.split(grad, ctx.counts)):
             weight, precision = ctx.weights[i], ctx.precisions[i]
-            job = _backward(dy, dx_parts[i], operands[i], weight, precision, wants_dw[i], soon)
+            parts = (dy, made[i], dx_parts[i])
+            job = _backward(parts, operands[i], weight, precision, wants_dw[i], soon, ctx.seeds[i])
             weight_grads.append(None if job is None else _now_or_later(job, weight, ctx.later))
-        return dx, None, None, None, *weight_grads
+        return dx, None, None, None, None, None, *weight_grads
+
+
+def _as_they_came(
+    arrival: Arrival | None,
+    x: torch.Tensor,
+    precisions: Sequence[LinearPrecision],
+    counts: Sequence[int],
+    role: Role,
+) -> list[QuantizedTensor | None]:
+    """Each expert's rows of `x` as they came, where it would quantize them the same way."""
+    made: list[QuantizedTensor | None] = [None] * len(counts)
+    start = 0
+    rows = None if arrival is None else arrival.take(x)
+    for i, (count, precision) in enumerate(zip(counts, precisions, strict=True)):
+        if rows is not None and precision.active and rows.fits(precision.quantizer(role)):
+            made[i] = rows.between(start, start + count)
+        start += count
+    return made
 
 
 def _forward(
-    x: torch.Tensor, out: torch.Tensor, weight: torch.Tensor, precision: LinearPrecision
+    x: torch.Tensor,
+    out: torch.Tensor,
+    weight: torch.Tensor,
+    precision: LinearPrecision,
+    row: QuantizedTensor | None,
 ) -> tuple[Operand | None, Operand]:
-    """One expert's product into `out`; returns what its backward needs of input and weight."""
+    """One expert's product into `out`; returns what its backward needs of input and weight.
+
+    `row` is the quantized input if it came like that.
+    """
     if not precision.active:
+        check_readable(weight)
         plain = x.to(weight.dtype)
+        measure_forward(precision, plain, weight)
         out.copy_(gemm_nt(plain, weight, out_dtype=weight.dtype))
         return plain if weight.requires_grad else None, weight
-    kept: Operand | None = None
-    if weight.requires_grad and precision.decision.wgrad:
-        row, kept = precision.quantizer(Role.INPUT).both(x)
-    else:
-        row = precision.quantizer(Role.INPUT).rowwise(x)
-    weight_row, weight_col = precision.quantize_weight(weight)
+    rows, kept = input_operands(x, weight, precision, made=row)
+    weight_row, weight_col = weight_operands(weight, precision)
     out.copy_(
         gemm_nt(
-            row,
+            rows,
             weight_row,
             out_dtype=weight.dtype,
             emulation=precision.state.emulation,
             fast_accum=True,
         )
     )
-    if not weight.requires_grad:
-        return None, weight_col
-    return x.to(weight.dtype) if kept is None else kept, weight_col
+    return kept, weight_col
 
 
 def _backward(
-    dy: torch.Tensor,
-    dx: torch.Tensor | None,
+    parts: tuple[torch.Tensor, QuantizedTensor | None, torch.Tensor | None],
     operands: tuple[Any, Any],
     weight: torch.Tensor,
     precision: LinearPrecision,
     wants_dw: bool,
     soon: bool,
+    seed: int,
 ) -> Callable[[], torch.Tensor | None] | None:
     """One expert's gradient of its input, into `dx`, and how to compute that of its weight.
 
     What the forward kept says in which precision it ran. `soon` says that the weight's gradient
-    follows at once, so both products may share a converted operand.
+    follows at once, so both products may share a converted operand. `parts` are the gradient of the
+    output, the same quantized if it came like that, and `dx`. `seed` is for random roundings.
     """
-    x, weight_col = operands
+    (dy, made, dx), (x, weight_col) = parts, operands
     if not dy.shape[0]:
         return partial(_no_weight_grad, weight) if wants_dw else None
     rows: Any = dy
-    in_fp8 = isinstance(weight_col, QuantizedTensor) or isinstance(x, QuantizedTensor)
-    one_cast = not in_fp8 or precision.quantizer(Role.GRAD_OUTPUT).transposable
+    dgrad_in_fp8, wgrad_in_fp8 = (isinstance(o, QuantizedTensor) for o in (weight_col, x))
+    one_cast = dgrad_in_fp8 == wgrad_in_fp8
+    if not (dgrad_in_fp8 or wgrad_in_fp8):
+        measure(precision, Role.GRAD_OUTPUT, dy)
     kept: Any = None
-    col_in_fp8 = wants_dw and isinstance(x, QuantizedTensor)
-    if col_in_fp8 and dx is not None and precision.quantizer(Role.GRAD_OUTPUT).hardware:
-        rows, kept = precision.quantizer(Role.GRAD_OUTPUT).both(dy)
-    elif in_fp8 and (one_cast or dx is not None):
-        rows = precision.quantizer(Role.GRAD_OUTPUT).rowwise(dy)
+    if dgrad_in_fp8:
+        quantizer = precision.quantizer(Role.GRAD_OUTPUT)
+        one_cast = wgrad_in_fp8 and quantizer.transposable
+        if made is None and wants_dw and wgrad_in_fp8 and quantizer.hardware:
+            rows, kept = precision.both(Role.GRAD_OUTPUT, dy, seed=seed)
+        else:
+            rows = precision.rowwise(Role.GRAD_OUTPUT, dy, seed=seed) if made is None else made
     if soon and wants_dw and one_cast:
         rows = ready(rows)
     if kept is None:
@@ -179,15 +240,15 @@ def _backward(
     if not wants_dw:
         return None
     if isinstance(x, QuantizedTensor):
-        return partial(_fp8_weight_grad, kept, x, weight, precision)
+        return partial(_fp8_weight_grad, kept, x, weight, precision, seed)
     plain = dy if isinstance(rows, QuantizedTensor) else rows
     return partial(_plain_weight_grad, plain, x, weight)
 
 
 def _fp8_weight_grad(
-    dy: Operand, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision
+    dy: Operand, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision, seed: int
 ) -> torch.Tensor | None:
-    dy_col = precision.quantizer(Role.GRAD_OUTPUT).column(dy)
+    dy_col = precision.column(Role.GRAD_OUTPUT, dy, seed=seed)
     x_col = precision.quantizer(Role.INPUT).column(x)
     return weight_grad(dy_col, x_col, weight, precision.state.emulation)
 
@@ -233,12 +294,9 @@ class _Kept:
     def add(self, x: Operand | None, weight: Operand | None) -> None:
         """Keep the operands of the next expert; None where it has none."""
         for operand in (x, weight if self.weights else None):
-            if isinstance(operand, QuantizedTensor):
-                self.tensors += [operand.data, operand.scale_inv]
-                self.forms.append(operand.form)
-            else:
-                self.tensors += [operand, None]
-                self.forms.append(None)
+            tensors, form = taken_apart(operand)
+            self.tensors += tensors
+            self.forms.append(form)
 
     def save(self, ctx: Any) -> None:
         """Hand the operands to autograd."""
@@ -249,9 +307,9 @@ class _Kept:
     def load(ctx: Any) -> list[tuple[Operand | None, Operand | None]]:
         """Input and weight operand of every expert."""
         saved = ctx.saved_tensors
+        threes = zip(saved[::3], saved[1::3], saved[2::3], strict=True)
         operands = [
-            data if form is None else QuantizedTensor(data, inverse, *form)
-            for data, inverse, form in zip(saved[::2], saved[1::2], ctx.forms, strict=True)
+            put_together(tensors, form) for tensors, form in zip(threes, ctx.forms, strict=True)
         ]
         return list(zip(operands[::2], operands[1::2], strict=True))
 

@@ -2,7 +2,8 @@
 
 Three products: `y = nt(x, w)`, `dx = nt(dy, w^T)`, `dw = nt(dy^T, x^T)`. In FP8 each operand is
 quantized once: the input and the weight in the forward, the output gradient in the backward. The
-bias gradient sums the output gradient as it arrived.
+bias gradient sums the output gradient as it arrived. Each product may be in high precision instead
+(`Decision.runs`); an operand is then quantized for the others only.
 
 Weight gradients accumulate into `weight.main_grad` where a parameter has that attribute.
 """
@@ -18,12 +19,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.capability import gemm_dtype
+from megatron.core.fp8.calibrate import measure_forward, measure_gradient
 from megatron.core.fp8.comm import PLAIN, Sharding, Transfers, gather_rows, tensor_of
 from megatron.core.fp8.gemm import Operand, Product, gemm_nt, gemm_nt_accumulate, ready
 from megatron.core.fp8.precision import LinearPrecision
-from megatron.core.fp8.quantizers import Quantizer
+from megatron.core.fp8.primary import check_readable
 from megatron.core.fp8.recipe import Role
-from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.fp8.tensor import QuantizedTensor, put_together, taken_apart
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import Axis
 
@@ -70,16 +72,41 @@ def linear(
     gather = None if gather is None or gather.size == 1 else gather
     scatter = None if scatter is None or scatter.size == 1 else scatter
     sharding = Sharding(gather, scatter, transfers)
+    hint = is_first_microbatch
+    y = _multiply(x, weight, bias, precision, sharding, hint, after_backward, later, row)
+    if precision.state.ranges is not None:
+        precision.state.ranges.backward(precision.path, precision, y)
+    return y
+
+
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    precision: LinearPrecision,
+    sharding: Sharding,
+    hint: bool | None,
+    after_backward: Callable[[], None] | None,
+    later: WeightGradQueue | None,
+    row: QuantizedTensor | None,
+) -> torch.Tensor:
+    """`linear`, in the precision of now."""
     if precision.active:
+        seed = precision.rounding_seed() if torch.is_grad_enabled() else 0
         return _fp8_linear(
-            x, weight, bias, precision, sharding, is_first_microbatch, after_backward, later, row
+            x, weight, bias, precision, sharding, hint, after_backward, later, seed, row
         )
+    check_readable(weight)
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
+    measure_forward(precision, x, weight)
     native = gemm_dtype(weight.dtype, weight.device) == weight.dtype
     if sharding.is_local and native and not accumulates(weight) and not accumulates(bias):
-        return F.linear(x, weight, bias)
-    return _plain_linear(x, weight, bias, sharding, later)
+        y = F.linear(x, weight, bias)
+    else:
+        y = _plain_linear(x, weight, bias, sharding, later)
+    measure_gradient(precision, y)
+    return y
 
 
 def accumulates(parameter: torch.Tensor | None) -> bool:
@@ -179,21 +206,20 @@ class _Fp8Linear(torch.autograd.Function):
         hint: bool | None,
         after_backward: Callable[[], None] | None,
         later: WeightGradQueue | None,
+        seed: int,
         row: QuantizedTensor | None,
     ) -> torch.Tensor:
-        ctx.wgrad_in_fp8 = precision.decision.wgrad
-        wants_dw = weight.requires_grad and ctx.wgrad_in_fp8
-        quantized, saved_x = _quantize_input(_flat(x), precision, sharding.gather, wants_dw, row)
-        weight_row, weight_col = precision.quantize_weight(weight, hint)
+        local = _flat(x)
+        rows, saved_x = input_operands(local, weight, precision, sharding.gather, row)
+        weight_row, weight_col = weight_operands(weight, precision, hint)
         emulation = precision.state.emulation
         y = sharding.multiply(
-            quantized, Product(weight_row, weight.dtype, bias, emulation, fast_accum=True)
+            rows, Product(weight_row, weight.dtype, bias, emulation, fast_accum=True)
         )
         ctx.precision, ctx.sharding, ctx.emulation = precision, sharding, emulation
-        ctx.after_backward, ctx.later = after_backward, later
+        ctx.after_backward, ctx.later, ctx.seed = after_backward, later, seed
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        if weight.requires_grad and not wants_dw:
-            saved_x = _flat(x).to(weight.dtype)
+        ctx.wgrad_in_fp8 = precision.decision.wgrad
         _keep_parameters(ctx, weight, bias)
         _save_operands(ctx, saved_x, weight_col if ctx.needs_input_grad[0] else None)
         return y.view(_output_shape(x, weight.shape[0], sharding))
@@ -209,7 +235,7 @@ class _Fp8Linear(torch.autograd.Function):
         finish_dx, fetch_dy = _fp8_input_grad(ctx, dy, weight_col, queue is None)
         if ctx.needs_input_grad[1]:
             make_dw = _fp8_weight_grad_of if ctx.wgrad_in_fp8 else _plain_weight_grad_of
-            job = partial(make_dw, fetch_dy, fetch_x, weight, ctx.precision)
+            job = partial(make_dw, fetch_dy, fetch_x, weight, ctx.precision, ctx.seed)
             dw = _now_or_later(job, weight, queue)
         if bias is not None and ctx.needs_input_grad[2]:
             db = _bias_grad(dy, bias)
@@ -217,48 +243,87 @@ class _Fp8Linear(torch.autograd.Function):
             dx = finish_dx().view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.after_backward is not None:
             ctx.after_backward()
-        return dx, dw, db, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None
 
 
-def _quantize_input(
-    x: torch.Tensor,
+def input_operands(
+    local: torch.Tensor,
+    weight: torch.Tensor,
     precision: LinearPrecision,
-    axis: Axis | None,
-    wants_dw: bool,
-    row: QuantizedTensor | None,
-) -> tuple[QuantizedTensor, Operand | None]:
-    """The input `[rows, in]` for the forward product, and what an FP8 weight gradient keeps of it.
+    axis: Axis | None = None,
+    made: QuantizedTensor | None = None,
+) -> tuple[Operand, Operand | None]:
+    """The input as the forward product takes it, and what the weight's gradient needs of it.
 
-    `row` is the former, if it was made already.
+    Args:
+        local: This rank's `[rows, in]`.
+        weight: `[out, in]`.
+        precision: Of the layer.
+        axis: Ranks whose rows are gathered.
+        made: `local` as its quantizer makes it, if it came like that.
+
+    Returns:
+        Each quantized or as it is; the second is None if the weight needs no gradient.
     """
-    quantizer = precision.quantizer(Role.INPUT)
-    if row is not None:
-        return row, row if wants_dw else None
-    if wants_dw:
-        return quantizer.both(x, axis=axis)
-    return quantizer.rowwise(x, axis=axis), None
+    decision, quantizer = precision.decision, precision.quantizer(Role.INPUT)
+    plain = local if decision.fprop and decision.wgrad else local.to(weight.dtype)
+    if decision.fprop and decision.wgrad and weight.requires_grad and made is None:
+        return precision.both(Role.INPUT, local, axis=axis)
+    quantized: QuantizedTensor | None = None
+    if decision.fprop or (decision.wgrad and weight.requires_grad):
+        quantized = precision.rowwise(Role.INPUT, local, axis=axis) if made is None else made
+    rows = quantized if decision.fprop and quantized is not None else plain
+    if not weight.requires_grad:
+        return rows, None
+    if decision.wgrad and quantized is not None:
+        return rows, quantizer.keep(local, quantized, axis=axis)
+    return rows, plain
+
+
+def weight_operands(
+    weight: torch.Tensor, precision: LinearPrecision, hint: bool | None = None
+) -> tuple[Operand, Operand]:
+    """The weight as forward product and input gradient take it: quantized, or as it is.
+
+    Args:
+        weight: `[out, in]`.
+        precision: Of the layer.
+        hint: See `LinearPrecision.quantize_weight`.
+
+    Returns:
+        `[out, in]`, and `[in, out]` if quantized, else the weight itself.
+    """
+    decision = precision.decision
+    if not (decision.fprop or decision.dgrad):
+        return weight, weight
+    row, col = precision.quantize_weight(weight, hint)
+    return row if decision.fprop else weight, col if decision.dgrad else weight
 
 
 def _fp8_input_grad(
-    ctx: Any, dy: torch.Tensor, weight_col: QuantizedTensor | None, soon: bool
+    ctx: Any, dy: torch.Tensor, weight_col: Operand | None, soon: bool
 ) -> tuple[Callable[[], torch.Tensor] | None, Callable[[], Operand]]:
     """Quantize the output's gradient and start on the input's.
 
     Args:
         ctx: Of the backward.
         dy: The output's gradient as autograd hands it over, `[rows, out]`.
-        weight_col: `[in, out]`; None if the input wants no gradient.
+        weight_col: `[in, out]`, or the plain weight, `[out, in]`; None if the input wants no
+            gradient.
         soon: Whether the weight's gradient follows at once.
 
     Returns:
         The input's gradient, and all rows of the output's for the weight's gradient: quantized if
         one cast serves both.
     """
-    sharding, quantizer = ctx.sharding, ctx.precision.quantizer(Role.GRAD_OUTPUT)
+    sharding, precision = ctx.sharding, ctx.precision
+    if isinstance(weight_col, torch.Tensor):
+        return _plain_input_grad(ctx, dy, weight_col, soon)
     plain: torch.Tensor | None = None
+    quantizer = precision.quantizer(Role.GRAD_OUTPUT)
     one_cast = ctx.wgrad_in_fp8 and quantizer.transposable
-    if _one_kernel(ctx, quantizer) and weight_col is not None:
-        rows, kept = quantizer.both(dy)
+    if weight_col is not None and _one_kernel(ctx, quantizer.hardware):
+        rows, kept = precision.both(Role.GRAD_OUTPUT, dy, seed=ctx.seed)
         product = Product(weight_col, ctx.weight.dtype, emulation=ctx.emulation)
         return sharding.input_grad(rows, product)[0], lambda: kept
     if ctx.needs_input_grad[1] and not one_cast:
@@ -268,9 +333,10 @@ def _fp8_input_grad(
     if weight_col is None:
         if plain is not None or not ctx.needs_input_grad[1]:
             return None, lambda: dy if plain is None else plain
-        rows = quantizer.rowwise(dy, axis=sharding.scatter)
-        return None, partial(_all_rows, rows, sharding.scatter)
-    rows = quantizer.rowwise(dy if plain is None else plain, axis=sharding.scatter)
+        rows = precision.rowwise(Role.GRAD_OUTPUT, dy, axis=sharding.scatter, seed=ctx.seed)
+        return None, partial(_all_rows, rows, sharding.scatter, ctx.weight.dtype.itemsize)
+    whole = dy if plain is None else plain
+    rows = precision.rowwise(Role.GRAD_OUTPUT, whole, axis=sharding.scatter, seed=ctx.seed)
     if sharding.scatter is None and soon:
         rows = ready(rows)
     product = Product(weight_col, ctx.weight.dtype, emulation=ctx.emulation)
@@ -278,10 +344,22 @@ def _fp8_input_grad(
     return finish_dx, fetch_dy if plain is None else lambda: plain
 
 
-def _one_kernel(ctx: Any, quantizer: Quantizer) -> bool:
+def _one_kernel(ctx: Any, hardware: bool) -> bool:
     """Whether one kernel casts the output's gradient for both products that want it."""
     both = ctx.needs_input_grad[1] and ctx.wgrad_in_fp8
-    return both and quantizer.hardware and ctx.sharding.scatter is None
+    return bool(both and hardware and ctx.sharding.scatter is None)
+
+
+def _plain_input_grad(
+    ctx: Any, dy: torch.Tensor, weight: torch.Tensor, soon: bool
+) -> tuple[Callable[[], torch.Tensor], Callable[[], Operand]]:
+    """As `_fp8_input_grad`, for an input gradient in high precision."""
+    rows = ready(dy) if ctx.sharding.scatter is None and soon and not ctx.wgrad_in_fp8 else dy
+    finish_dx, fetch_dy = ctx.sharding.input_grad(rows, Product(weight.t(), weight.dtype))
+    if not ctx.wgrad_in_fp8:
+        return finish_dx, fetch_dy
+    # Transfers widen what they multiply; the cast sees the gradient as autograd made it.
+    return finish_dx, lambda: tensor_of(fetch_dy()).to(dy.dtype)
 
 
 def _weight_grad_of(
@@ -295,9 +373,10 @@ def _fp8_weight_grad_of(
     fetch_x: Callable[[], Operand],
     weight: torch.Tensor,
     precision: LinearPrecision,
+    seed: int,
 ) -> torch.Tensor | None:
     """Of quantized operands."""
-    dy_col = precision.quantizer(Role.GRAD_OUTPUT).column(fetch_dy())
+    dy_col = precision.column(Role.GRAD_OUTPUT, fetch_dy(), seed=seed)
     x_col = precision.quantizer(Role.INPUT).column(fetch_x())
     return weight_grad(dy_col, x_col, weight, precision.state.emulation)
 
@@ -307,8 +386,10 @@ def _plain_weight_grad_of(
     fetch_x: Callable[[], Operand],
     weight: torch.Tensor,
     precision: LinearPrecision,
+    seed: int,
 ) -> torch.Tensor | None:
     """Where the weight's gradient is not in FP8, but the input's is."""
+    del seed
     dy = tensor_of(fetch_dy()).to(weight.dtype)
     return weight_grad(dy.t(), fetch_x().t(), weight, precision.state.emulation)
 
@@ -337,12 +418,12 @@ def _start_gather(ctx: Any, x: Operand, queue: WeightGradQueue | None) -> Callab
     if sharding.gather is None or not ctx.needs_input_grad[1]:
         return lambda: x
     if queue is not None:
-        return partial(gather_rows, x, sharding.gather)
-    return sharding.transfers.start_gather(x, sharding.gather)
+        return partial(gather_rows, x, sharding.gather, ctx.weight.dtype.itemsize)
+    return sharding.transfers.start_gather(x, sharding.gather, ctx.weight.dtype.itemsize)
 
 
-def _all_rows(rows: Operand, axis: Axis | None) -> Operand:
-    return rows if axis is None else gather_rows(rows, axis)
+def _all_rows(rows: Operand, axis: Axis | None, itemsize: int = 2) -> Operand:
+    return rows if axis is None else gather_rows(rows, axis, itemsize)
 
 
 def _keep_parameters(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -353,27 +434,16 @@ def _keep_parameters(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None) 
     ctx.weight, ctx.bias = weight, bias
 
 
-def _save_operands(ctx: Any, x: Operand | None, weight_col: QuantizedTensor | None) -> None:
+def _save_operands(ctx: Any, x: Operand | None, weight_col: Operand | None) -> None:
     """Keep operands where activation recomputation can drop them: among the saved tensors."""
-    ctx.x_like = ctx.weight_like = None
-    x_data = x_inv = col_data = col_inv = None
-    if isinstance(x, QuantizedTensor):
-        x_data, x_inv, ctx.x_like = x.data, x.scale_inv, x.form
-    elif x is not None:
-        x_data = x
-    if weight_col is not None:
-        col_data, col_inv = weight_col.data, weight_col.scale_inv
-        ctx.weight_like = weight_col.form
-    ctx.save_for_backward(x_data, x_inv, col_data, col_inv)
+    x_tensors, ctx.x_form = taken_apart(x)
+    weight_tensors, ctx.weight_form = taken_apart(weight_col)
+    ctx.save_for_backward(*x_tensors, *weight_tensors)
 
 
 def _saved_operands(ctx: Any) -> tuple[Any, Any]:
-    x, x_inv, col, col_inv = ctx.saved_tensors
-    if ctx.x_like is not None:
-        x = QuantizedTensor(x, x_inv, *ctx.x_like)
-    if ctx.weight_like is not None:
-        col = QuantizedTensor(col, col_inv, *ctx.weight_like)
-    return x, col
+    saved = ctx.saved_tensors
+    return put_together(saved[:3], ctx.x_form), put_together(saved[3:], ctx.weight_form)
 
 
 _plain_linear: Callable[..., torch.Tensor] = _PlainLinear.apply

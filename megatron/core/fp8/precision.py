@@ -10,8 +10,9 @@ from weakref import ReferenceType, ref
 import torch
 
 from megatron.core.fp8.amax import GroupView, Slots
-from megatron.core.fp8.gemm import kernel_name
+from megatron.core.fp8.gemm import Operand, kernel_name
 from megatron.core.fp8.hardware import GEMMS, OPERANDS
+from megatron.core.fp8.nvfp4 import NVFP4BlockScaling, NVFP4Quantizer
 from megatron.core.fp8.policy import Decision
 from megatron.core.fp8.quantizers import (
     BlockQuantizer,
@@ -27,6 +28,7 @@ from megatron.core.fp8.recipe import (
     Role,
 )
 from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.mesh import Axis
 
 if TYPE_CHECKING:
     from megatron.core.fp8.state import Fp8State
@@ -90,7 +92,11 @@ class LinearPrecision:
         state: The run's FP8 state.
         slots: The layer's columns in the book; None without delayed scaling.
         suspended: Why the layer is held in high precision for now; empty if it is not. May be
-            changed between steps, alike on all ranks; nothing is recorded meanwhile.
+            changed between steps, alike on all ranks. Magnitudes are recorded all the same, see
+            `calibrate`.
+        measured_weight: The weight whose magnitude was recorded last while the layer was held back.
+        gradients_differ: Whether tensor-parallel ranks hold different output gradients. If they
+            round at random, they then do so with different numbers.
         fp8_meta: Scaling state under Transformer Engine's keys: `scaling_fwd` and `scaling_bwd`
             with live `amax_history` and `scale`, present with delayed scaling only.
     """
@@ -99,7 +105,8 @@ class LinearPrecision:
         self, path: str, decision: Decision, state: Fp8State, slots: Slots | None = None
     ) -> None:
         self.path, self.decision, self.state, self.slots = path, decision, state, slots
-        self.suspended = ""
+        self.suspended, self.gradients_differ = "", False
+        self.measured_weight: tuple[int, ...] = ()
         self._quantizers: dict[Role, Quantizer] = {}
         if decision.recipe is not None:
             self._quantizers = {role: self._quantizer(decision.recipe, role) for role in Role}
@@ -121,6 +128,8 @@ class LinearPrecision:
         if isinstance(recipe, BlockRecipe):
             fold = self.state.emulation == "fast"
             return BlockQuantizer(recipe, role, fold=fold, hardware=hardware)
+        if isinstance(recipe, NVFP4BlockScaling):
+            return NVFP4Quantizer(recipe, role)
         raise TypeError(f"No quantizer for {recipe!r}.")
 
     def _meta(self) -> dict[str, Any]:
@@ -144,7 +153,12 @@ class LinearPrecision:
     @property
     def active(self) -> bool:
         """Whether a forward started now runs in FP8."""
-        return self.decision.recipe is not None and self.state.enabled and not self.suspended
+        return self.decision.recipe is not None and self.state.enabled and not self.held_back
+
+    @property
+    def held_back(self) -> str:
+        """Why the layer is held in high precision for now; empty if it is not."""
+        return self.suspended or self.state.held
 
     @property
     def wants_fp32_norm(self) -> bool:
@@ -163,6 +177,41 @@ class LinearPrecision:
         """
         return self._quantizers[role]
 
+    def rounding_seed(self) -> int:
+        """Seed of the random roundings in the backward of a forward that starts now; 0 for none."""
+        recipe = self.decision.recipe
+        if recipe is None or not (recipe.is_random and self.active):
+            return 0
+        return self.state.rounding_seed(self.path, self.gradients_differ)
+
+    def rowwise(
+        self, role: Role, x: torch.Tensor, *, axis: Axis | None = None, seed: int = 0
+    ) -> QuantizedTensor:
+        """As `Quantizer.rowwise` of the seeded quantizer; the state's collector takes note."""
+        made = self._quantizers[role].seeded(seed).rowwise(x, axis=axis)
+        self._note(role, x, made)
+        return made
+
+    def both(
+        self, role: Role, x: torch.Tensor, *, axis: Axis | None = None, seed: int = 0
+    ) -> tuple[QuantizedTensor, Operand]:
+        """As `Quantizer.both` of the seeded quantizer; the collector takes note."""
+        made, kept = self._quantizers[role].seeded(seed).both(x, axis=axis)
+        self._note(role, x, made)
+        return made, kept
+
+    def column(self, role: Role, kept: Operand, *, seed: int = 0) -> QuantizedTensor:
+        """As `Quantizer.column`; the collector takes note where it is the tensor's only cast."""
+        quantizer = self._quantizers[role].seeded(seed)
+        made = quantizer.column(kept)
+        if isinstance(kept, torch.Tensor) and not self.decision.dgrad and not quantizer.mixes:
+            self._note(role, kept.t(), made)
+        return made
+
+    def _note(self, role: Role, x: torch.Tensor, made: QuantizedTensor) -> None:
+        if self.state.stats is not None and self.state.recording:
+            self.state.stats.note(self.path, role, x, made)
+
     def quantize_weight(
         self, weight: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -177,6 +226,12 @@ class LinearPrecision:
             is_first_microbatch: A hint. True: quantize in any case. False: a result made with
                 earlier scales will do. Neither can bring back an old weight.
         """
+        resting = getattr(weight, "fp8_weight", None)
+        if resting is not None and resting.rests:
+            if self.state.stats is not None and self.state.recording:
+                self.state.stats.note_magnitude(self.path, Role.WEIGHT, *resting.figures())
+            operands: tuple[QuantizedTensor, QuantizedTensor] = resting.operands()
+            return operands
         source = (weight.data_ptr(), weight._version, weight.dtype)
         scales = (
             self.state.generation,
@@ -199,6 +254,7 @@ class LinearPrecision:
         if self.state.recording and not cached.recorded:
             quantizer.record(cached.amax)
             cached.recorded = True
+        self._note(Role.WEIGHT, weight, cached.row)
         return cached.row, cached.col
 
     # -- the table ------------------------------------------------------------------------------
@@ -210,34 +266,35 @@ class LinearPrecision:
     def row(self, gemm: str = "fprop") -> PrecisionRow:
         """The line of one matrix product."""
         decision, plain = self.decision, dtype_name(self.state.params_dtype)
-        in_fp8 = decision.recipe is not None and (gemm != "wgrad" or decision.wgrad)
-        if not in_fp8 or decision.recipe is None:
-            reason = decision.reason or decision.wgrad_reason
+        if decision.recipe is None or not decision.runs(gemm):
+            reason = decision.why(gemm)
             return PrecisionRow(self.path, gemm, plain, plain, f"{plain} GEMM", reason)
         first, second = (decision.recipe.format_of(role) for role in OPERANDS[gemm])
-        name = wanted = f"fp8 {first.name}x{second.name} {decision.recipe.name}"
-        instead = ""
+        name = f"{decision.recipe.family} {first.name}x{second.name} {decision.recipe.name}"
+        wanted, instead = name, ""
         if self.state.replaced is not None:
             wanted, instead = f"{name} on {self.state.replaced[0]}", self.state.replaced[1]
         if not self.active:
-            reason = self.suspended or "FP8 is switched off at this step"
+            planned = self.held_back or self.state.waits(decision.rule)
+            reason = planned or "FP8 is switched off at this step"
             return PrecisionRow(
-                self.path, gemm, wanted, plain, f"{plain} GEMM", reason, bool(self.suspended)
+                self.path, gemm, wanted, plain, f"{plain} GEMM", reason, bool(planned)
             )
         verdict = self.state.products(decision.recipe)
         if verdict.hardware:
-            return PrecisionRow(self.path, gemm, wanted, name, verdict.kernel(gemm), instead)
+            reason = "; ".join(filter(None, (instead, decision.rule)))
+            return PrecisionRow(self.path, gemm, wanted, name, verdict.kernel(gemm), reason)
         kernel = kernel_name(
             first,
             second,
             emulation=self.state.emulation,
             device=self.state.device,
             exact_in_bf16=decision.recipe.exact_in_bf16,
+            split=gemm != "fprop" or isinstance(decision.recipe, BlockRecipe),
         )
         surprising = self.state.hardware or self.state.device.type == "cuda"
-        reasons = (instead, verdict.reason if surprising else "")
-        reason = "; ".join(filter(None, reasons))
-        return PrecisionRow(self.path, gemm, wanted, name, kernel, reason)
+        reasons = (instead, decision.rule, verdict.reason if surprising else "")
+        return PrecisionRow(self.path, gemm, wanted, name, kernel, "; ".join(filter(None, reasons)))
 
 
 def group_rows(experts: Sequence[LinearPrecision], path: str) -> list[PrecisionRow]:

@@ -35,6 +35,7 @@ class Quantizer(ABC):
         hardware: Whether operands are made in the FP8 type (for FP8 hardware) or held in bf16.
         wants_fp32: Whether a normalisation should hand over its fp32 output, unrounded.
         transposable: Whether `colwise(x)` is `rowwise(x)` transposed: one cast serves both.
+        mixes: Whether `colwise(x)` is of another tensor, of which only a product is that of `x`.
         casts_norms: Whether there is a `cast_norm`.
 
     A forward keeps for the backward what `keep` returns; `column` makes the operand of it.
@@ -42,6 +43,7 @@ class Quantizer(ABC):
 
     wants_fp32 = False
     transposable = True
+    mixes = False
     casts_norms = False
 
     def __init__(self, fmt: Fp8Format, role: Role, *, hardware: bool = False) -> None:
@@ -57,6 +59,11 @@ class Quantizer(ABC):
             x: `[rows, cols]`, bf16, fp16 or fp32.
             axis: Ranks whose shards will be gathered and so must share their scales.
         """
+
+    def seeded(self, seed: int) -> Quantizer:
+        """This quantizer, rounding with the random numbers of `seed` if it rounds at random."""
+        del seed
+        return self
 
     def record(self, amax: torch.Tensor | None) -> None:
         """Note the magnitude of a cast tensor for later scales, if the recipe has a memory."""

@@ -42,11 +42,23 @@ class Recipe:
     fp8_format: Format
     #: Name in `--fp8-recipe`, in tables and in checkpoints.
     name: str
+    #: Beginning of the names of its products in tables.
+    family = "fp8"
 
     @property
     def exact_in_bf16(self) -> bool:
         """Whether the `fast` emulation may multiply in bf16."""
         return True
+
+    @property
+    def format_name(self) -> str:
+        """Name of the format in flags and checkpoints."""
+        return self.fp8_format.name.lower()
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it rounds any tensor at random."""
+        return False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Recipe:  # noqa: D102
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]

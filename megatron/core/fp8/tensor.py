@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from megatron.core.fp8 import kernels
 from megatron.core.fp8.formats import Fp8Format
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+SavedTensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,8 @@ class QuantizedTensor:
     for a bf16 product. `to_fp8` and `hold` convert without any change of value.
 
     A tensor with a scale for each block may be *folded*: its data are already multiplied by the
-    inverse scales. With powers of two that is exact in bf16 (see `kernels.round_blocks`).
+    inverse scales. With powers of two that is exact in bf16 (see `kernels.round_blocks`), and with
+    FP4 values.
 
     Attributes:
         data: `[rows, cols]`, FP8 type, bf16 or fp32.
@@ -28,6 +33,8 @@ class QuantizedTensor:
         block: Rows and columns that share a scale; None means the whole tensor.
         power_of_two: Whether every scale of a block is a power of two.
         folded: Whether the data are multiplied by the inverse scales.
+        tensor_inv: fp32 0-dim, a second inverse scale: of the whole tensor, above those of its
+            FP4 blocks; None without. It is never folded.
     """
 
     data: torch.Tensor
@@ -36,6 +43,7 @@ class QuantizedTensor:
     block: tuple[int, int] | None = None
     power_of_two: bool = False
     folded: bool = False
+    tensor_inv: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -44,8 +52,19 @@ class QuantizedTensor:
 
     @property
     def form(self) -> tuple[Fp8Format, tuple[int, int] | None, bool, bool]:
-        """Everything but the numbers: `QuantizedTensor(x.data, x.scale_inv, *x.form)` is `x`."""
+        """Everything but the tensors: `x` is `QuantizedTensor.of(x.tensors, x.form)`."""
         return self.fmt, self.block, self.power_of_two, self.folded
+
+    @property
+    def tensors(self) -> Tensors:
+        """Data, inverse scales, and the inverse scale above them."""
+        return self.data, self.scale_inv, self.tensor_inv
+
+    @staticmethod
+    def of(tensors: Tensors, form: tuple[Any, ...]) -> QuantizedTensor:
+        """The tensor that has these tensors and this form."""
+        data, scale_inv, tensor_inv = tensors
+        return replace(QuantizedTensor(data, scale_inv, *form), tensor_inv=tensor_inv)
 
     @property
     def is_held(self) -> bool:
@@ -54,9 +73,17 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The approximated tensor, in fp32 arithmetic, rounded once to `dtype`."""
+        if self.tensor_inv is not None:
+            return (self.fold().data.float() * self.tensor_inv).to(dtype)
         if self.folded:
             return self.data.to(dtype)
         return (self.hold().data.float() * self.expanded_scale_inv()).to(dtype)
+
+    def uniform(self) -> QuantizedTensor:
+        """The same values with one scale where there is one above those of the blocks."""
+        if self.tensor_inv is None:
+            return self
+        return QuantizedTensor(self.fold().data, self.tensor_inv, self.fmt)
 
     def expanded_scale_inv(self) -> torch.Tensor:
         """`scale_inv` in a shape that broadcasts against the data."""
@@ -75,7 +102,7 @@ class QuantizedTensor:
         )
 
     def to_fp8(self) -> QuantizedTensor:
-        """The same values with `data` in the FP8 type."""
+        """The same values with `data` in the FP8 type (of FP4: a code a byte)."""
         if not self.is_held:
             return self
         data = self.data
@@ -88,7 +115,10 @@ class QuantizedTensor:
         """The same values with `data` in bf16."""
         if self.is_held:
             return self
-        return replace(self, data=kernels.decode(self.data.view(torch.uint8), self.fmt))
+        codes = self.data.view(torch.uint8)
+        if _is_turned(codes):  # stays so: the order in memory decides how a product is summed
+            return replace(self, data=kernels.decode(codes.t(), self.fmt).t())
+        return replace(self, data=kernels.decode(codes, self.fmt))
 
     def fold(self) -> QuantizedTensor:
         """The same values, multiplied by the inverse scales of their blocks.
@@ -98,9 +128,12 @@ class QuantizedTensor:
         """
         if self.folded:
             return self
-        if self.block is None or not self.power_of_two:
+        if self.block is None or not (self.power_of_two or self.tensor_inv is not None):
             raise ValueError("QuantizedTensor.fold: needs a power-of-two scale for each block.")
-        data = kernels.fold_blocks(self.hold().data, self.scale_inv, self.block)
+        held = self.hold()
+        if _is_turned(held.data):
+            return held.t().fold().t()
+        data = kernels.fold_blocks(held.data, self.scale_inv, self.block)
         return replace(self, data=data, folded=True)
 
     def values(self, dtype: torch.dtype) -> QuantizedTensor:
@@ -109,5 +142,23 @@ class QuantizedTensor:
         Args:
             dtype: bf16 where `fold` is exact; or fp32.
         """
-        data = self.fold().data.to(dtype) if self.folded else self.dequantize(dtype)
+        exact = self.folded or self.tensor_inv is not None
+        data = self.fold().data.to(dtype) if exact else self.dequantize(dtype)
         return replace(self, data=data, folded=True)
+
+
+def _is_turned(data: torch.Tensor) -> bool:
+    """Whether a matrix lies in memory column by column."""
+    return data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous()
+
+
+def taken_apart(x: torch.Tensor | QuantizedTensor | None) -> tuple[SavedTensors, Any]:
+    """An operand as three tensors, some of them None, and its form; for `save_for_backward`."""
+    if isinstance(x, QuantizedTensor):
+        return x.tensors, x.form
+    return (x, None, None), None
+
+
+def put_together(tensors: SavedTensors, form: Any) -> Any:
+    """The operand that `taken_apart` took apart."""
+    return tensors[0] if form is None else QuantizedTensor.of(tensors, form)  # type: ignore[arg-type]

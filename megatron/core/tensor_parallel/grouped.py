@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron.core.fp8.grouped import grouped_linear
+from megatron.core.fp8.grouped import NOTHING, Arrivals, grouped_linear
 from megatron.core.fp8.precision import LinearPrecision, group_meta
 from megatron.core.shards import InitMethod, init_parameter, mark_expert, mark_sharded
 from megatron.core.tensor_parallel.layers import equal_share
@@ -97,12 +97,15 @@ class _GroupedLinear(nn.Module):
         """Scales and amax histories of all experts, under Transformer Engine's keys."""
         return group_meta(self.precisions)
 
-    def forward(self, x: torch.Tensor, tokens_per_expert: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, tokens_per_expert: Sequence[int], arrivals: Arrivals = NOTHING
+    ) -> torch.Tensor:
         """Apply each expert to its rows.
 
         Args:
             x: `[T, in]` (`[T, in/t]` in a row layer), rows sorted by local expert.
             tokens_per_expert: Rows of each local expert; T and any count may be 0.
+            arrivals: `x`, and later the gradient of the result, as they came in FP8.
 
         Returns:
             `[T, out/t]`, or in a row layer `[T, out]`, a partial sum over expert tensor-parallel
@@ -111,7 +114,9 @@ class _GroupedLinear(nn.Module):
         Raises:
             MegatronError: The counts do not fit the experts or the rows.
         """
-        return grouped_linear(x, self.weights, self.precisions, tokens_per_expert, self._later)
+        return grouped_linear(
+            x, self.weights, self.precisions, tokens_per_expert, self._later, arrivals
+        )
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""

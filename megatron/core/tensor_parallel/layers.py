@@ -151,6 +151,7 @@ class ColumnParallelLinear(_ShardedLinear):
             is_expert=is_expert,
         )
         self.gather_output = gather_output
+        self.precision.gradients_differ = True
         self.weight = self._parameter((local_out, in_features), build)
         mark_sharded(self.weight, 0, partition_stride)
         init_parameter(

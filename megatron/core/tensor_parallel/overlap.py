@@ -28,6 +28,7 @@ from megatron.core.fp8.comm import (
     Transfers,
     from_wire,
     is_uniform,
+    packing_of,
     tensor_of,
     to_wire,
 )
@@ -69,7 +70,7 @@ class Overlapped(Transfers):
         """See the base class."""
         if not self.ag:
             return super().gather_then_multiply(rows, axis, product)
-        gathering = _Gathering(rows, axis)
+        gathering = _Gathering(rows, axis, product.out_dtype.itemsize)
         product = product.for_parts()
         count = rows.shape[0]
         shape = (axis.size * count, product.width)
@@ -97,11 +98,11 @@ class Overlapped(Transfers):
             return PairwiseSum(parts[0], axis, parts).finish
         return super().start_input_grad(rows, axis, product)
 
-    def start_gather(self, rows: Operand, axis: Axis) -> Callable[[], Operand]:
+    def start_gather(self, rows: Operand, axis: Axis, itemsize: int = 2) -> Callable[[], Operand]:
         """See the base class."""
         if not self.bulk_dgrad:
-            return super().start_gather(rows, axis)
-        return _Gathering(rows, axis).whole
+            return super().start_gather(rows, axis, itemsize)
+        return _Gathering(rows, axis, itemsize).whole
 
 
 class _Gathering:
@@ -110,16 +111,19 @@ class _Gathering:
     Args:
         rows: This rank's `[m, K]`.
         axis: Ranks that hold the others.
+        itemsize: As for `gather_rows`.
     """
 
-    def __init__(self, rows: Operand, axis: Axis) -> None:
+    def __init__(self, rows: Operand, axis: Axis, itemsize: int) -> None:
         self._axis, self._rows, self._count = axis, rows, rows.shape[0]
         local = to_wire(rows)
         self._lines = local.shape[0]
         self._wire = torch.empty(
             (axis.size * self._lines, local.shape[1]), dtype=local.dtype, device=local.device
         )
-        self._steps: list[Pending] = start_gather_steps(local, self._wire, axis)
+        self._steps: list[Pending] = start_gather_steps(
+            local, self._wire, axis.packed(packing_of(rows, itemsize))
+        )
         # What arrives is multiplied where it lies, or converted into here first.
         dtype = ready_dtype(rows)
         self._ready: torch.Tensor | None = None

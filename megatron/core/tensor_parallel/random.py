@@ -55,7 +55,11 @@ class RngStreams:
         self._shard = mesh.tp.rank
 
     def generator(self, path: str, axis: str = "replicated") -> torch.Generator:
-        """A fresh generator for `path` at the current position.
+        """A fresh generator for `path` at the current position; arguments as for `seed_of`."""
+        return torch.Generator(device=self.device).manual_seed(self.seed_of(path, axis))
+
+    def seed_of(self, path: str, axis: str = "replicated") -> int:
+        """A seed for `path` at the current position, 0 to 2**63 - 1.
 
         Args:
             path: Unique name of the consumer, e.g. `decoder.layers.3.mlp.hidden_dropout`.
@@ -74,8 +78,7 @@ class RngStreams:
                 )
             )
         shard = self._shard if axis == "tp" else "replicated"
-        seed = derive_seed(self.seed, path, *self.position, *self._replica, shard)
-        return torch.Generator(device=self.device).manual_seed(seed)
+        return derive_seed(self.seed, path, *self.position, *self._replica, shard)
 
     def dropout(
         self, x: torch.Tensor, p: float, path: str, sharded: bool, training: bool = True

@@ -172,7 +172,7 @@ class _ChunkedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.block = block
         context = query.new_empty(s, b, n * d)
-        plan = _Plan(query, key, block)
+        plan = Plan(query, key, block)
         out = plan.grouped(context.view(s, b, n, d))
         for part in plan.parts():
             q = plan.load(query, part).mul_(block.scale)
@@ -188,7 +188,7 @@ class _ChunkedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value = ctx.saved_tensors
         block = ctx.block
-        plan = _Plan(query, key, block)
+        plan = Plan(query, key, block)
         d_context = grads[0].reshape(query.shape)
         d_query, d_key, d_value = (torch.empty_like(x) for x in (query, key, value))
         d_q_out = plan.grouped(d_query)
@@ -235,7 +235,7 @@ def accumulate(
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
     """
-    plan = _Plan(query, key, block)
+    plan = Plan(query, key, block)
     out, lse = plan.grouped(out), plan.grouped(lse)
     for part in plan.parts():
         chunks = list(plan.chunks(part))
@@ -246,14 +246,14 @@ def accumulate(
         for chunk in chunks:
             scores = plan.scores(q, k, chunk)
             new = torch.logsumexp(scores, dim=-1, keepdim=True)
-            weights = scores.sub_(_finite(new)).exp_()
+            weights = scores.sub_(finite(new)).exp_()
             keep = plan.keep(weights)
             if keep is not None:
                 weights.mul_(keep)
             found = torch.bmm(weights, v[:, chunk.keys])
             old = plan.take(lse, part, chunk.rows)
             total = torch.logaddexp(old, new)
-            safe = _finite(total)
+            safe = finite(total)
             before = plan.take(out, part, chunk.rows).mul_((old - safe).exp_())
             plan.store(out, part, chunk.rows, before.addcmul_(found, (new - safe).exp_()))
             plan.store(lse, part, chunk.rows, total)
@@ -278,7 +278,7 @@ def accumulate_gradients(
         gradients: Of the inputs, in the working dtype; added to.
     """
     query, key, value = inputs
-    plan = _Plan(query, key, block)
+    plan = Plan(query, key, block)
     d_query, d_key, d_value = (plan.grouped(x) for x in gradients)
     lse, delta = plan.grouped(lse), plan.grouped(delta)
     for part in plan.parts():
@@ -311,13 +311,13 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _finite(lse: Tensor) -> Tensor:
+def finite(lse: Tensor) -> Tensor:
     """0 in place of -inf, which a row without keys has: its exponentials are then 0, not NaN."""
     return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """Rows (query positions x r) and the keys that at least one of them sees."""
 
     rows: slice
@@ -325,7 +325,7 @@ class _Chunk:
     starts: Tensor | None
 
 
-class _Plan:
+class Plan:
     """How one attention call is cut up, and the few operations both passes share."""
 
     def __init__(self, query: Tensor, key: Tensor, block: Block) -> None:
@@ -364,7 +364,7 @@ class _Plan:
             for j in range(0, self.g, some_g):
                 yield slice(i, i + some_b), slice(j, j + some_g)
 
-    def chunks(self, part: tuple[slice, slice]) -> Iterator[_Chunk]:
+    def chunks(self, part: tuple[slice, slice]) -> Iterator[Chunk]:
         """The rows of a part that see keys, a few at a time."""
         starts = None if self.block.starts is None else self.block.starts[part[0].start]
         for i in range(0, self.s, self.step):
@@ -376,7 +376,7 @@ class _Plan:
                 low, high = (max(0, int(x)) for x in mine.aminmax())
                 first, mine = low, mine if high > low else None
             if first < seen:
-                yield _Chunk(slice(i * self.r, last * self.r), slice(first, seen), mine)
+                yield Chunk(slice(i * self.r, last * self.r), slice(first, seen), mine)
 
     def load(self, x: Tensor, part: tuple[slice, slice]) -> Tensor:
         """One part as a contiguous `[batch, x * (r or 1), d]` in the working dtype."""
@@ -403,7 +403,7 @@ class _Plan:
         target = self._rows(out, part, rows)
         target.copy_(x.view(target.shape))
 
-    def scores(self, q: Tensor, k: Tensor, chunk: _Chunk) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, chunk: Chunk) -> Tensor:
         """`[batch, rows, keys]` of a chunk, -inf where a row does not see a key.
 
         `q` already carries the scale.
@@ -429,7 +429,7 @@ class _Plan:
         kept = 1.0 - self.block.dropout
         return torch.empty_like(weights).bernoulli_(kept, generator=self.generator).div_(kept)
 
-    def probabilities(self, q: Tensor, k: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor | None]:
+    def probabilities(self, q: Tensor, k: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
         """Softmax of a chunk's scores, and its dropout factors."""
         scores = self.scores(q, k, chunk)
         weights = torch.softmax(scores, dim=-1, out=scores)

@@ -157,6 +157,28 @@ def context_attention(
     Raises:
         MeshError: The local sequence does not have two equal chunks, or the heads do not divide.
     """
+    check_shards(query, key, job, comm)
+    if comm == "a2a":
+        return _head_shard_attention(query, key, value, job)
+    if comm == "a2a+p2p":
+        return _two_level_attention(query, key, value, job)
+    function = _gathered_attention if comm == "all_gather" else _ring_attention
+    s, b, n, d = query.shape
+    return function(query, key, value, job).reshape(s, b, n * d)
+
+
+def check_shards(query: Tensor, key: Tensor, job: ContextBlock, comm: str) -> None:
+    """Refuse what cannot be shared out.
+
+    Args:
+        query: `[s, b, n, d]`.
+        key: `[s, b, g, d]`.
+        job: As in `context_attention`, as is `comm`.
+        comm: How the ranks communicate.
+
+    Raises:
+        MeshError: The local sequence does not have two equal chunks, or the heads do not divide.
+    """
     if query.shape[0] % 2 or query.shape[0] != key.shape[0]:
         raise MeshError(
             complaint(
@@ -167,18 +189,15 @@ def context_attention(
             )
         )
     if comm == "a2a":
-        return _head_shard_attention(query, key, value, job)
-    if comm == "a2a+p2p":
-        return _two_level_attention(query, key, value, job)
-    function = _gathered_attention if comm == "all_gather" else _ring_attention
-    s, b, n, d = query.shape
-    return function(query, key, value, job).reshape(s, b, n * d)
+        _check_heads(key, job.axis)
+    if comm == "a2a+p2p" and job.inner is not None:
+        _check_heads(key, job.inner)
 
 
 # -- p2p ------------------------------------------------------------------------------------------
 
 
-class _Transfer:
+class Transfer:
     """A tensor on its way to the next rank, and the one that arrives from the previous rank."""
 
     def __init__(self, x: Tensor, axis: Axis, tag: int) -> None:
@@ -193,19 +212,21 @@ class _Transfer:
         return self._arriving
 
 
-def _ring_steps(kv: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
+def ring_steps(kv: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
     """Yield (owner, its keys and values) for every rank, this rank first.
 
     The next pair is under way while the caller works on the current one.
     """
     for step in range(axis.size):
-        transfer = _Transfer(kv, axis, tag=0) if step + 1 < axis.size else None
+        transfer = Transfer(kv, axis, tag=0) if step + 1 < axis.size else None
         yield (axis.rank - step) % axis.size, kv
         if transfer is not None:
             kv = transfer.wait()
 
 
-def _pairs(job: ContextBlock, owner: int, chunk: int) -> Iterator[tuple[slice, slice, Block]]:
+def visible_pairs(
+    job: ContextBlock, owner: int, chunk: int
+) -> Iterator[tuple[slice, slice, Block]]:
     """Rows of queries, rows of the owner's keys, and how they see each other."""
     size = job.axis.size
     for i, queries in enumerate(chunks_of(job.axis.rank, size)):
@@ -223,8 +244,8 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, job: ContextBlock) -> Tensor:
         out, lse = _empty_results(query)
         chunk = query.shape[0] // 2
-        for owner, (k, v) in _ring_steps(torch.stack([key, value]), job.axis):
-            for rows, seen, block in _pairs(job, owner, chunk):
+        for owner, (k, v) in ring_steps(torch.stack([key, value]), job.axis):
+            for rows, seen, block in visible_pairs(job, owner, chunk):
                 accumulate(query[rows], k[seen], v[seen], block, out[rows], lse[rows])
         return _finish(ctx, job, query, key, value, out, lse)
 
@@ -235,10 +256,10 @@ class _RingAttention(torch.autograd.Function):
         chunk = query.shape[0] // 2
         d_out, delta = _delta(grads[0], out, lse)
         d_query = torch.zeros(query.shape, dtype=lse.dtype, device=query.device)
-        travelling: _Transfer | None = None
-        for owner, (k, v) in _ring_steps(torch.stack([key, value]), axis):
+        travelling: Transfer | None = None
+        for owner, (k, v) in ring_steps(torch.stack([key, value]), axis):
             d_kv = torch.zeros((2, *k.shape), dtype=lse.dtype, device=k.device)
-            for rows, seen, block in _pairs(job, owner, chunk):
+            for rows, seen, block in visible_pairs(job, owner, chunk):
                 accumulate_gradients(
                     (query[rows], k[seen], v[seen]),
                     block,
@@ -249,7 +270,7 @@ class _RingAttention(torch.autograd.Function):
                 )
             if travelling is not None:
                 d_kv += travelling.wait()  # what earlier holders of these keys found
-            travelling = _Transfer(d_kv, axis, tag=1)
+            travelling = Transfer(d_kv, axis, tag=1)
         if travelling is not None:
             d_kv = travelling.wait()  # back home
         return d_query.to(query.dtype), d_kv[0].to(key.dtype), d_kv[1].to(value.dtype), None
@@ -268,7 +289,7 @@ class _GatheredAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, job: ContextBlock) -> Tensor:
         out, lse = _empty_results(query)
         k, v = _gather_keys(key, value, job.axis)
-        for rows, block in _row_blocks(job, query.shape[0] // 2):
+        for rows, block in row_blocks(job, query.shape[0] // 2):
             end = block.offset + query.shape[0] // 2
             accumulate(query[rows], k[:end], v[:end], block, out[rows], lse[rows])
         return _finish(ctx, job, query, key, value, out, lse)
@@ -281,7 +302,7 @@ class _GatheredAttention(torch.autograd.Function):
         k, v = _gather_keys(key, value, axis)
         d_query = torch.zeros(query.shape, dtype=lse.dtype, device=query.device)
         d_key, d_value = (torch.zeros(k.shape, dtype=lse.dtype, device=k.device) for _ in (k, v))
-        for rows, block in _row_blocks(job, query.shape[0] // 2):
+        for rows, block in row_blocks(job, query.shape[0] // 2):
             end = block.offset + query.shape[0] // 2
             accumulate_gradients(
                 (query[rows], k[:end], v[:end]),
@@ -303,7 +324,8 @@ def _gather_keys(key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, Tensor
     return k, v
 
 
-def _row_blocks(job: ContextBlock, chunk: int) -> Iterator[tuple[slice, Block]]:
+def row_blocks(job: ContextBlock, chunk: int) -> Iterator[tuple[slice, Block]]:
+    """Rows of queries, and how they see the keys of the whole sequence."""
     for i, queries in enumerate(chunks_of(job.axis.rank, job.axis.size)):
         yield slice(i * chunk, (i + 1) * chunk), job.block(queries, 0, chunk)
 
@@ -360,14 +382,12 @@ def _two_level_attention(query: Tensor, key: Tensor, value: Tensor, job: Context
     inner = job.inner
     if inner is None:
         raise TypeError("ContextBlock: a2a+p2p needs the ranks of both levels.")
-    _check_heads(key, inner)
     q, k, v = (_to_heads(x, inner) for x in (query, key, value))
     return _to_tokens(_ring_attention(q, k, v, job), inner).flatten(2)
 
 
 def _head_shard_attention(query: Tensor, key: Tensor, value: Tensor, job: ContextBlock) -> Tensor:
     axis = job.axis
-    _check_heads(key, axis)
     q, k, v = (_to_heads(x, axis) for x in (query, key, value))
     context = causal_attention(
         q, k, v, scale=job.scale, dropout=job.dropout, seed=job.seed, starts=job.starts
@@ -383,23 +403,25 @@ def _exchange(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def _tokens_to_heads(x: Tensor, axis: Axis) -> Tensor:
+def tokens_to_heads(x: Tensor, axis: Axis) -> Tensor:
+    """`[s, b, n, d]` of some tokens to `[S, b, n / P, d]` of some heads."""
     s, b, n, d = x.shape
     parts = x.reshape(s, b, axis.size, n // axis.size, d).movedim(2, 0)
     return to_sequence(_exchange(parts, axis).flatten(0, 1), axis.size)
 
 
-def _heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
+def heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """The way back."""
     parts = to_ranks(x.contiguous(), axis.size)
     received = _exchange(parts.view(axis.size, -1, *parts.shape[1:]), axis)
     return received.movedim(0, 2).flatten(2, 3)
 
 
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:
-    """`[s, b, n, d]` of some tokens to `[S, b, n / P, d]` of some heads."""
-    return with_adjoint(x, axis, _tokens_to_heads, _heads_to_tokens)
+    """As `tokens_to_heads`, for autograd."""
+    return with_adjoint(x, axis, tokens_to_heads, heads_to_tokens)
 
 
 def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """The way back."""
-    return with_adjoint(x, axis, _heads_to_tokens, _tokens_to_heads)
+    """As `heads_to_tokens`, for autograd."""
+    return with_adjoint(x, axis, heads_to_tokens, tokens_to_heads)

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from megatron.core.transformer.attention_kernel import causal_attention
-from megatron.core.transformer.context_parallel import ContextBlock, comm_type, context_attention
+from megatron.core.transformer.attention_fp8 import Whole, fp8_attention
+from megatron.core.transformer.attention_kernel import Block, causal_attention
+from megatron.core.transformer.context_parallel import (
+    ContextBlock,
+    check_shards,
+    comm_type,
+    context_attention,
+)
+from megatron.core.transformer.context_parallel_fp8 import placement
 
 if TYPE_CHECKING:
     from megatron.core.build import Build
@@ -22,7 +29,8 @@ class NativeCoreAttention(nn.Module):
     """Attention of one layer's local heads; with context parallelism, of all ranks' tokens.
 
     Args:
-        build: Supplies head sizes, dropout and its random stream, the context-parallel ranks.
+        build: Supplies head sizes, dropout and its random stream, the context-parallel ranks, and
+            decides the precision.
         layer_number: 1-based number of the layer in the whole model.
     """
 
@@ -36,6 +44,8 @@ class NativeCoreAttention(nn.Module):
         two_levels = self.comm == "a2a+p2p"
         self._ring = build.mesh.cp_p2p if two_levels else self.axis
         self._inner = build.mesh.cp_a2a if two_levels else None
+        self.precision = build.fp8.for_attention(build.path)
+        self._exchange_in_fp8 = build.config.fp8_cp_exchange
         self._rng = build.rng
         self._path = build.path
 
@@ -64,6 +74,10 @@ class NativeCoreAttention(nn.Module):
         if dropout > 0.0:
             # Heads are split over tensor-parallel ranks, so each rank draws its own masks.
             seed = self._rng.generator(self._path, axis="tp").initial_seed()
+        if self.axis.size == 1 and self.precision.active:
+            offset = key.shape[0] - query.shape[0]
+            block = Block(self.scale, offset, document_starts, dropout, seed)
+            return fp8_attention(query, key, value, self.precision, Whole(block))
         if self.axis.size == 1:
             return causal_attention(
                 query,
@@ -75,7 +89,12 @@ class NativeCoreAttention(nn.Module):
                 starts=document_starts,
             )
         job = ContextBlock(self._ring, self.scale, document_starts, dropout, seed, self._inner)
-        return context_attention(query, key, value, job, self.comm)
+        if not self.precision.active:
+            return context_attention(query, key, value, job, self.comm)
+        check_shards(query, key, job, self.comm)
+        size = query.element_size()
+        place = placement(self.comm, self.axis, job, self._exchange_in_fp8, size)
+        return fp8_attention(query, key, value, self.precision, place)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""

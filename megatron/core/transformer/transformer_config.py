@@ -16,6 +16,7 @@ from megatron.core.transformer.mlp import squared_relu
 
 _RENAMED = {
     "fp8": "fp8_format",
+    "fp4": "fp4_format",
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "num_moe_experts": "num_experts",
@@ -35,7 +36,7 @@ _WITHOUT_EFFECT = {
 def TransformerConfig(world_size: int = 1, **fields: Any) -> RunConfig:  # noqa: N802 - their name
     """Build a finished configuration from Megatron-Core's field names.
 
-    Besides this project's own names it takes `fp8`, `layernorm_epsilon`,
+    Besides this project's own names it takes `fp8`, `fp4`, `layernorm_epsilon`,
     `layernorm_zero_centered_gamma`, `gated_linear_unit`, `activation_func` (a torch function),
     `params_dtype` (a torch dtype), `num_moe_experts`, a number or list for `moe_layer_freq`, and
     `num_query_groups` on its own. A field whose effect is always there is accepted.

@@ -32,6 +32,7 @@ from megatron.training.dry_run.checks import (
 )
 from megatron.training.dry_run.ranks import World
 from megatron.training.dry_run.trace import Trace, build_rank
+from megatron.training.snapshot import changing_tensors
 
 Say = Callable[[str], None]
 
@@ -70,8 +71,12 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
     _show(say, report.data_lines(cfg, check_sources(cfg, tokenizer)))
     say(report.schedule_line(world))
     say(report.checkpoint_line(stored))
+    _show(say, filter(None, [report.residual_line(cfg, stored)]))
     classes = world.classes()
     _show(say, report.memory_lines(classes))
+    if cfg.fp8_spike_rollback:
+        sizes = [sum(t.nbytes for t in changing_tensors(rank.parts)) for rank in world.stages]
+        say(report.snapshot_line(cfg, max(sizes)))
     _show(say, report.communication_lines(classes))
     _show(say, ["not checked here:", *(f"  - {line}" for line in _unchecked(cfg))])
     say("the dry run is done: nothing was found that would stop this run")
@@ -122,6 +127,8 @@ def _show(say: Say, text: Iterable[str]) -> None:
 
 def _show_precision(cfg: RunConfig, rows: list[PrecisionRow], say: Say) -> None:
     say(precision_table(precision.summarize(rows).lines))
+    if cfg.fp8_warmup_iters:
+        say(f"until iteration {cfg.fp8_warmup_iters} nothing is in FP8 (--fp8-warmup-iters)")
     if not cfg.fp8_allow_fallback:
         precision.refuse_fallback(rows)
     elif precision.fallback_warning(rows):

@@ -155,7 +155,7 @@ class Trace:
         memory.ignore(kept_tensors(rank.parts))
         watch = ExitWatch(rank.config, rank.mesh.world, META, rank.runtime.started)
         with memory:
-            step.run(1, 0)
+            step.run(rank.config.fp8_warmup_iters + 1, 0)
             watch.reason(1)
         self.cached_bytes = memory.live_bytes
         self._counts: Mapping[Transfer, int] = rank.log.counts

@@ -211,7 +211,7 @@ def check(plan: Plan, timeout: float) -> Iterator[Result]:
         plan: What to train.
         timeout: Seconds that one training may take.
     """
-    if any("fp8" in precision for precision in plan.precisions):
+    if any("fp8" in precision or "fp4" in precision for precision in plan.precisions):
         compile_kernels()
     alone = Result("one process", 1)
     references: dict[str, Outcome] = {}

@@ -23,7 +23,8 @@ EXACT_TENSOR = 1e-5
 # Two independent roundings are sqrt(2) apart, partial sums of ranks are rounded once more, and
 # single tensors scatter.
 _ROUNDED = 3.0
-_ROUNDED_LOSS = {"fp8": 2.0**-8, "": 2.0**-10}  # of a mean over tokens, where roundings cancel
+# Of a mean over tokens, where roundings cancel.
+_ROUNDED_LOSS = {"fp4": 2.0**-6, "fp8": 2.0**-8, "": 2.0**-10}
 _ROUNDED_SCALE = 0.25  # a maximum is one element, which carries a gradient's whole noise
 # A token with two nearly equal scores may go to another expert when they round otherwise, and an
 # expert of a small model sees a few dozen tokens. A sum that is missing or done twice costs more.
@@ -127,7 +128,7 @@ def compare_rounded(
         precision: Its name.
     """
     found = Comparison(precision)
-    unit = _ROUNDED_LOSS["fp8" if "fp8" in precision else ""]
+    unit = next(size for kind, size in _ROUNDED_LOSS.items() if kind in precision)
     loss = max(unit, _ROUNDED * _farthest(reference.losses, exact.losses))
     norm = max(4 * unit, _ROUNDED * _farthest(reference.grad_norms, exact.grad_norms))
     _add_numbers(found, ours, reference, loss, norm)

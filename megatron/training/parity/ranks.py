@@ -36,6 +36,7 @@ from megatron.core.fp8 import (
     Fp8Policy,
     Fp8State,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     linear,
 )
 
@@ -48,7 +49,7 @@ _NO_RANK = -1
 @functools.cache
 def compile_kernels() -> None:
     """Compile FP8 kernels in this process, which every forked rank would compile for itself."""
-    recipes = (DelayedScaling(), MXFP8BlockScaling(), Float8BlockScaling())
+    recipes = (DelayedScaling(), MXFP8BlockScaling(), Float8BlockScaling(), NVFP4BlockScaling())
     for dtype, recipe in itertools.product((torch.float32, torch.bfloat16), recipes):
         state = Fp8State(Fp8Policy(recipe=recipe), params_dtype=dtype)
         x, weight = (torch.ones(16, 16, dtype=dtype, requires_grad=True) for _ in range(2))

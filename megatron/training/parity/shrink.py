@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config import RunConfig, make_config
-from megatron.config.draft import DEFAULT_VOCAB_SIZE
+from megatron.config import RunConfig, fp8_policy, make_config
+from megatron.config.draft import DEFAULT_VOCAB_SIZE, Draft, derive
+from megatron.config.fp8 import recipe_of
 from megatron.config.moe import moe_layers
 from megatron.config.schema import SPECS
 from megatron.training.parity.layouts import BY_HAND, PIPELINE_ONLY, Layout
@@ -22,7 +23,7 @@ _WIDTH = 16  # FP8 wants every matrix side of a rank as a multiple of this
 _SEQUENCE = 32
 _VOCABULARY = 209  # odd, so that its padding depends on the layout
 _KEPT_DATA = ("reset_position_ids", "reset_attention_mask")
-_DROPPED_SECTIONS = ("data", "checkpoint", "logging", "run", "training")
+_DROPPED_SECTIONS = ("data", "checkpoint", "logging", "run", "training", "fp8_guards")
 _KEPT_TRAINING = (
     "recompute_activations",
     "recompute_granularity",
@@ -30,7 +31,7 @@ _KEPT_TRAINING = (
     "recompute_num_layers",
     "recompute_modules",
 )
-_PRECISION = ("bf16", "fp16", "loss_scale", "grad_reduce_in_bf16")
+_PRECISION = ("bf16", "fp16", "loss_scale", "grad_reduce_in_bf16", "grad_reduce_dtype")
 _LEARNING_RATE = 0.01  # losses move, and rounding errors do not grow into another run
 _FP16_LOSS_SCALE = 256.0
 _TE_ONLY = ("tp_comm_overlap_cfg", "tp_comm_bootstrap_backend")
@@ -46,6 +47,7 @@ _NEUTRAL: tuple[tuple[str, Any, str], ...] = (
         "tp-cp-dp",
         "scales that ranks do not share depend on how many there are",
     ),
+    ("fp8_warmup_iters", 0, "the comparison has a few steps"),
     ("optimizer", "sgd", "Adam hides errors of scale"),
     ("sgd_momentum", 0.0, "plain gradient descent shows errors of scale"),
     ("clip_grad", 0.0, "clipping hides errors of scale"),
@@ -77,7 +79,8 @@ class Change:
     why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} {self.before} -> {self.after}"
+        before, after = (" ".join(str(value).split()) for value in (self.before, self.after))
+        return f"{self.name} {before} -> {after}"
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,10 @@ def neutral(cfg: RunConfig) -> Model:
     if cfg.fp16:
         why = "a loss scale that is searched for skips steps"
         changes.append(Change("loss_scale", cfg.loss_scale or "dynamic", _FP16_LOSS_SCALE, why))
+    if cfg.grad_reduce_dtype == "fp8":
+        why = "what rounding does to a gradient depends on who sends it"
+        changes.append(Change("grad_reduce_dtype", "fp8", None, why))
+        kept.pop("grad_reduce_error_feedback", None)
     return Model(kept).with_changes(changes)
 
 
@@ -207,7 +214,7 @@ class _Plan:
         for lay in self.layouts:
             split = lay.splits_sequence
             tp = lay.size("tp") if (cfg.sequence_parallel if split is None else split) else 1
-            share = _WIDTH if cfg.fp8_format else 2
+            share = _WIDTH if recipe_of(cfg) else 2
             step = math.lcm(step, lay.size("cp") * tp * share)
         return min(int(cfg.seq_length), _up(_SEQUENCE, step))
 
@@ -279,6 +286,7 @@ def shrink(cfg: RunConfig, model: Model, layouts: Sequence[Layout]) -> Model:
         sizes["recompute_num_layers"] = min(cfg.recompute_num_layers, stage)
     fields = {k: v for k, v in model.fields.items() if k != "ddp_bucket_size"}
     fields["ddp_num_buckets"] = 3  # one bucket would hold all of a small model
+    sizes |= _policy(cfg, fields | sizes)
     changes = [Change(name, getattr(cfg, name), value) for name, value in sizes.items()]
     return Model(fields, model.changes).with_changes(changes)
 
@@ -312,6 +320,15 @@ def _fp8_sizes(cfg: RunConfig) -> dict[str, Any]:
     return {name: min(1, getattr(cfg, name)) for name in names}
 
 
+def _policy(cfg: RunConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The rules of `--fp8-policy` for a model with these settings."""
+    if cfg.fp8_policy is None or fields["num_layers"] == cfg.num_layers:
+        return {}
+    small = Draft(fields, 1)
+    derive(small)
+    return {"fp8_policy": fp8_policy.scaled(cfg, small)}
+
+
 def sampled(values: Sequence[Any], count: int) -> list[Any]:
     """Return `count` of the values, evenly spread; each kind of value is there if it can be."""
     chosen = [values[i * len(values) // count] for i in range(count)]
@@ -340,17 +357,20 @@ def in_fp32(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in fields.items()
-        if name not in _PRECISION and SPECS[name].section != "fp8"
+        if name not in _PRECISION and not SPECS[name].section.startswith("fp8")
     }
 
 
 def own_precision(fields: Mapping[str, Any]) -> str:
     """Name the precision of a model, empty where it is single precision throughout."""
     kind = next((name for name in ("bf16", "fp16") if fields.get(name)), "")
+    if fields.get("fp4_format"):
+        return f"{kind or 'fp32'}+fp4 {fields.get('fp4_recipe', SPECS['fp4_recipe'].default)}"
     if fields.get("fp8_format"):
         recipe = fields.get("fp8_recipe", SPECS["fp8_recipe"].default)
         return f"{kind or 'fp32'}+fp8 {recipe}"
-    return kind or ("fp32, bf16 sums" if fields.get("grad_reduce_in_bf16") else "")
+    bf16 = fields.get("grad_reduce_in_bf16") or fields.get("grad_reduce_dtype") == "bf16"
+    return kind or ("fp32, bf16 sums" if bf16 else "")
 
 
 def fits(cfg: RunConfig, model: Model, layout: Layout) -> None:
@@ -374,6 +394,7 @@ def fits(cfg: RunConfig, model: Model, layout: Layout) -> None:
     drop = PIPELINE_ONLY if layers != cfg.num_layers else ()
     fields = {k: v for k, v in fields.items() if k not in drop}
     fields |= {"num_layers": layers} | _per_layer_sizes(cfg, layers)
+    fields |= _policy(cfg, fields)
     make_config(layout.ranks, **layout.settings(fields))
 
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron.core.fp8.formats import Fp8Format
 from megatron.core.fp8.kernels import device as on_device
-from megatron.core.fp8.kernels import plain, plain_blocks
+from megatron.core.fp8.kernels import plain, plain_blocks, plain_fp4
 from megatron.core.fp8.kernels.plain import Normed as Normed
 from megatron.core.fp8.scales import ScaleRule
 
@@ -112,7 +112,8 @@ def set_threads(count: int | None) -> int | None:
     return compiled.set_threads(count) if compiled is not None else None
 
 
-def _compiled_for(x: torch.Tensor) -> bool:
+def compiled_for(x: torch.Tensor) -> bool:
+    """Whether a kernel takes its compiled loop for `x`."""
     return (
         _enabled
         and x.device.type == "cpu"
@@ -123,7 +124,7 @@ def _compiled_for(x: torch.Tensor) -> bool:
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude, fp32 0-dim. NaN elements are ignored; 0 for an empty tensor."""
-    if _compiled_for(x):
+    if compiled_for(x):
         return compiled.amax(x)
     largest: torch.Tensor = (_triton_for("casts", x) or plain).amax(x)
     return largest
@@ -146,7 +147,7 @@ def round_to_grid(
     Returns:
         bf16 like `x` (contiguous), and the magnitude or None.
     """
-    if _compiled_for(x):
+    if compiled_for(x):
         return compiled.round_to_grid(x, scale, fmt, want_amax)
     module = _triton_for("casts", x) or plain
     held, largest = module.round_to_grid(x, scale, fmt, want_amax)
@@ -179,7 +180,7 @@ def round_blocks(
         Values held in bf16 `[rows, cols]`, and the inverse scales, fp32 `[ceil(rows / block[0]),
         ceil(cols / block[1])]`.
     """
-    if _compiled_for(x):
+    if compiled_for(x):
         return compiled_blocks.round_blocks(x, fmt, block, rule, fold)
     if not x.numel():
         counts = (-(-size // side) for size, side in zip(x.shape, block, strict=True))
@@ -322,13 +323,17 @@ def swiglu_grad(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
 
 def encode(held: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Codes (uint8, like `held`) of grid values held in bf16."""
-    if _compiled_for(held):
+    if fmt.bits == 4:
+        return plain_fp4.encode(held)
+    if compiled_for(held):
         return compiled.encode(held, fmt)
     return plain.encode(held, fmt)
 
 
 def decode(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Grid values, held in bf16, of codes (uint8)."""
+    if fmt.bits == 4:
+        return plain_fp4.decode(codes)
     if _enabled and codes.device.type == "cpu" and codes.numel() > 0:
         return compiled.decode(codes, fmt)
     return plain.decode(codes, fmt)

@@ -32,7 +32,7 @@ _STRIP = 512  # columns whose magnitudes and scales are kept at once
 
 
 @intrinsic
-def _block_value(
+def block_value(
     typingctx: Any, raw: Any, scale: Any, factor: Any, top: Any, floor: Any, offset: Any
 ) -> Any:
     """bf16 bits of a grid value times a factor: the inverse scale, or 1."""
@@ -126,7 +126,7 @@ def _tile_loop(
             for r in range(first, last):
                 source, out = src[r, left:right], dst[r, left:right]
                 for i in range(source.size):
-                    out[i] = _block_value(source[i], scale, factor, top, floor, offset)
+                    out[i] = block_value(source[i], scale, factor, top, floor, offset)
 
 
 @compile_loop
@@ -164,7 +164,7 @@ def _column_loop(
             for r in range(first, last):
                 source, out = src[r, left:right], dst[r, left:right]
                 for i in range(source.size):
-                    out[i] = _block_value(source[i], scales[i], factors[i], top, floor, offset)
+                    out[i] = block_value(source[i], scales[i], factors[i], top, floor, offset)
 
 
 @cache

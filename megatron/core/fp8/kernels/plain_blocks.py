@@ -25,27 +25,27 @@ def round_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.round_blocks`."""
     source = x.detach().contiguous()
-    slabs = list(_slabs(source, block))
-    amax = torch.cat([_amax(as_blocks(source[span], block)) for span in slabs])
+    spans = list(slabs(source, block))
+    amax = torch.cat([_amax(as_blocks(source[span], block)) for span in spans])
     scale, inverse = block_scale(amax, fmt.max, rule, torch.finfo(x.dtype).max)
     out = torch.empty_like(source, dtype=torch.bfloat16)
     cut = fold and (x.device.type != "cpu" or inverse.min() * fmt.min_subnormal < _BF16_NORMAL)
     first = 0
-    for span in slabs:
+    for span in spans:
         part = as_blocks(source[span], block)
         last = first + part.shape[0]
-        v, p, q = _buffers(part)
+        v, p, q = buffers(part)
         round_chunk(v.copy_(part).mul_(scale[first:last]), p, q, fmt)
         if fold:
             q.mul_(inverse[first:last])
             if cut:
                 _cut(q)
-        _put(out[span], source[span], v, q)
+        put(out[span], source[span], v, q)
         first = last
     return out, inverse[:, 0, :, 0]
 
 
-def _slabs(x: torch.Tensor, block: tuple[int, int]) -> Iterator[slice]:
+def slabs(x: torch.Tensor, block: tuple[int, int]) -> Iterator[slice]:
     """Rows to work on at once: whole blocks."""
     rows, cols = x.shape
     step = -(-rows // block[0]) * block[0]
@@ -55,7 +55,7 @@ def _slabs(x: torch.Tensor, block: tuple[int, int]) -> Iterator[slice]:
         yield slice(first, min(first + step, rows))
 
 
-def _buffers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def buffers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Three fp32 tensors like `x` to work in."""
     if x.device.type != "cpu":
         v, p, q = torch.empty((3, *x.shape), device=x.device).unbind()
@@ -66,7 +66,7 @@ def _buffers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _amax(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each block, fp32 `[blocks down, 1, blocks across, 1]`."""
-    v, p, _ = _buffers(x)
+    v, p, _ = buffers(x)
     if x.dtype == torch.bfloat16:  # as integers: half the bytes, and in the same order
         bits = p.view(torch.int16).view(-1)[: x.numel()].view(x.shape)
         torch.bitwise_and(x.view(torch.int16), _MAGNITUDE.to(x.device), out=bits)
@@ -79,7 +79,7 @@ def _amax(x: torch.Tensor) -> torch.Tensor:
     return v.copy_(x).abs_().nan_to_num_(0.0, float("inf")).amax((1, 3), keepdim=True)
 
 
-def _put(out: torch.Tensor, source: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> None:
+def put(out: torch.Tensor, source: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> None:
     """Write grid values with the signs of the values they were made from."""
     rows, cols = source.shape
     v, q = (t.view(t.shape[0] * t.shape[1], -1)[:rows, :cols] for t in (v, q))
@@ -118,4 +118,4 @@ def fold(data: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int]) ->
     rows, cols = data.shape
     v = as_blocks(data, block) * scale_inv[:, None, :, None]
     _cut(v)
-    return v.view(v.shape[0] * v.shape[1], -1)[:rows, :cols].to(torch.bfloat16)
+    return v.flatten(2).flatten(0, 1)[:rows, :cols].to(torch.bfloat16)

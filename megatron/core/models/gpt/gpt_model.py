@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import gpt_decoder_spec
 from megatron.core.models.gpt.output_layer import OutputLayer
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 _OUTSIDE_FP8 = (
     ("word_embeddings", "table lookup", "not an FP8 consumer: a lookup is no matrix product"),
-    ("core_attention", "softmax attention", "not an FP8 consumer: the recipes cover linear layers"),
 )
 _ROUTER = "not an FP8 consumer: --moe-router-dtype"
 # Layers of torch's own, from somebody's specification: they multiply, and not in FP8.
@@ -172,6 +172,8 @@ class GPTModel(nn.Module):
                 dtype = self.config.moe_router_dtype
                 rows.append(PrecisionRow(path, "all", dtype, dtype, "matmul", _ROUTER))
             rows += group_rows(getattr(module, "precisions", ()), path)
+            if isinstance(module, MoELayer):
+                rows += module.precision_rows
             if isinstance(module, _NO_FP8_PATH):
                 kind = f"torch.nn.{type(module).__name__}"
                 wanted = f"fp8 {self.config.fp8_recipe}" if self.config.fp8_format else plain

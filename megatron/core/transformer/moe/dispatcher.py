@@ -16,15 +16,17 @@ Shape legend: T local tokens, h hidden, E experts, e local experts, k experts a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core import wire
-from megatron.core.mesh import ParallelState
+from megatron.core.comm_log import Packing
+from megatron.core.fp8.grouped import NOTHING, Arrivals
+from megatron.core.mesh import Axis, ParallelState
 from megatron.core.tensor_parallel.mappings import (
     all_gather,
     gather_along_first_dim,
@@ -35,6 +37,7 @@ from megatron.core.tensor_parallel.row_exchange import (
     gather_rows,
     reduce_scatter_rows,
 )
+from megatron.core.transformer.moe.journey import PLAIN, Journeys, Route
 from megatron.core.transformer.moe.permutation import (
     RowPlan,
     plan_regrouping,
@@ -47,20 +50,114 @@ from megatron.core.transformer.moe.router import Routing
 
 
 @dataclass(frozen=True)
+class GatherRoute(Route):
+    """All ranks' tokens are gathered, and results summed.
+
+    Attributes:
+        axis: The ranks.
+        plan: Rows of this rank's experts.
+    """
+
+    axis: Axis
+    plan: RowPlan
+
+    @property
+    def plans(self) -> tuple[RowPlan, ...]:
+        """See the base class."""
+        return (self.plan,)
+
+    def along(self, plans: Sequence[RowPlan]) -> GatherRoute:
+        """See the base class."""
+        return replace(self, plan=plans[0])
+
+    def packed(self, packing: Packing) -> GatherRoute:
+        """See the base class."""
+        return replace(self, axis=self.axis.packed(packing))
+
+    def spread(self, tokens: Tensor) -> Tensor:
+        """See the base class."""
+        return to_rows(gather_along_first_dim(tokens, self.axis), self.plan)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """See the base class."""
+        return reduce_scatter_along_first_dim(to_tokens(rows, self.plan), self.axis)
+
+
+@dataclass(frozen=True)
 class Traffic:
     """How many rows an all-to-all moves.
 
     Attributes:
+        ep: Ranks that hold different experts.
+        etp: Ranks that share experts.
         sent: Rows for each expert-parallel rank.
         received: Rows from each of them.
         gathered: Rows of each expert tensor-parallel rank.
         regrouping: Brings what arrived into the order of the experts.
     """
 
+    ep: Axis
+    etp: Axis
     sent: list[int]
     received: list[int]
     gathered: list[int]
     regrouping: RowPlan
+
+    def there(self, x: Tensor) -> Tensor:
+        """Rows, sorted by expert, to the ranks of their experts."""
+        x = exchange_rows(x, self.sent, self.received, self.ep)
+        return gather_rows(x, self.gathered, self.etp)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Sum the rows of ranks that share experts, and send them back."""
+        x = reduce_scatter_rows(x, self.gathered, self.etp)
+        return exchange_rows(x, self.received, self.sent, self.ep)
+
+
+@dataclass(frozen=True)
+class ExchangeRoute(Route):
+    """A copy of a token goes to each of its experts.
+
+    Attributes:
+        plan: Rows of all experts that this rank's tokens chose.
+        traffic: How they travel; None if all experts are here.
+    """
+
+    plan: RowPlan
+    traffic: Traffic | None
+
+    @property
+    def plans(self) -> tuple[RowPlan, ...]:
+        """See the base class."""
+        return (self.plan,) if self.traffic is None else (self.plan, self.traffic.regrouping)
+
+    def along(self, plans: Sequence[RowPlan]) -> ExchangeRoute:
+        """See the base class."""
+        traffic = self.traffic
+        if traffic is not None:
+            traffic = replace(traffic, regrouping=plans[1])
+        return ExchangeRoute(plans[0], traffic)
+
+    def packed(self, packing: Packing) -> ExchangeRoute:
+        """See the base class."""
+        traffic = self.traffic
+        if traffic is None:
+            return self
+        ep, etp = traffic.ep.packed(packing), traffic.etp.packed(packing)
+        return replace(self, traffic=replace(traffic, ep=ep, etp=etp))
+
+    def spread(self, tokens: Tensor) -> Tensor:
+        """See the base class."""
+        rows = to_rows(tokens, self.plan)
+        if self.traffic is None:
+            return rows
+        return to_rows(self.traffic.there(rows), self.traffic.regrouping)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """See the base class."""
+        if self.traffic is not None:
+            rows = self.traffic.back(to_tokens(rows, self.traffic.regrouping))
+        return to_tokens(rows, self.plan)
 
 
 @dataclass(frozen=True)
@@ -71,15 +168,15 @@ class Dispatched:
         rows: `[R, h]`, sorted by local expert.
         tokens_per_expert: Rows of each local expert.
         weights: fp32 `[R]`.
-        plan: Where the rows come from.
-        traffic: How they came here; None if they were gathered.
+        route: How they came here.
+        arrivals: What came, or comes on the way back, in FP8.
     """
 
     rows: Tensor
     tokens_per_expert: list[int]
     weights: Tensor
-    plan: RowPlan
-    traffic: Traffic | None = None
+    route: Route
+    arrivals: Arrivals = NOTHING
 
 
 class Dispatcher(Protocol):
@@ -107,26 +204,28 @@ class AllGatherDispatcher:
     Args:
         mesh: The process mesh.
         num_experts: E.
+        journeys: In which form tokens and gradients travel.
     """
 
-    def __init__(self, mesh: ParallelState, num_experts: int) -> None:
-        self.axis, self.num_experts = mesh.ep_etp, num_experts
+    def __init__(self, mesh: ParallelState, num_experts: int, journeys: Journeys = PLAIN) -> None:
+        self.axis, self.num_experts, self.journeys = mesh.ep_etp, num_experts, journeys
         self.local = num_experts // mesh.ep.size
         self.first = mesh.ep.rank * self.local
 
     def dispatch(self, tokens: Tensor, routing: Routing, fill: int | None) -> Dispatched:
         """See `Dispatcher.dispatch`."""
-        tokens = gather_along_first_dim(tokens, self.axis)
         weights = gather_along_first_dim(routing.weights, self.axis)
         experts = all_gather(routing.experts, self.axis)
         fill = None if fill is None else fill * self.axis.size
         last = self.first + self.local
         plan = plan_rows(experts, self.first, last, fill, self.num_experts)
-        return Dispatched(to_rows(tokens, plan), plan.counts, weights_of_rows(weights, plan), plan)
+        route = GatherRoute(self.axis, plan)
+        rows, arrivals = self.journeys.there(tokens, route)
+        return Dispatched(rows, plan.counts, weights_of_rows(weights, plan), route, arrivals)
 
     def combine(self, results: Tensor, dispatched: Dispatched) -> Tensor:
         """See `Dispatcher.combine`."""
-        return reduce_scatter_along_first_dim(to_tokens(results, dispatched.plan), self.axis)
+        return self.journeys.back(results, dispatched.route, dispatched.arrivals)
 
 
 class AllToAllDispatcher:
@@ -135,36 +234,30 @@ class AllToAllDispatcher:
     Args:
         mesh: The process mesh.
         num_experts: E.
+        journeys: In which form tokens and gradients travel.
     """
 
-    def __init__(self, mesh: ParallelState, num_experts: int) -> None:
+    def __init__(self, mesh: ParallelState, num_experts: int, journeys: Journeys = PLAIN) -> None:
         self.ep, self.etp, self.both = mesh.ep, mesh.etp, mesh.ep_etp
         self.num_experts, self.local = num_experts, num_experts // mesh.ep.size
+        self.journeys = journeys
 
     def dispatch(self, tokens: Tensor, routing: Routing, fill: int | None) -> Dispatched:
         """See `Dispatcher.dispatch`."""
         plan = plan_rows(routing.experts, 0, self.num_experts, fill)
-        rows, weights = to_rows(tokens, plan), weights_of_rows(routing.weights, plan)
-        if self.both.size == 1:
-            return Dispatched(rows, plan.counts, weights, plan)
-        traffic = self._traffic(plan.counts, fill, tokens.device)
-        order = traffic.regrouping
-        rows = to_rows(self._send(rows, traffic), order)
-        weights = self._send(weights, traffic).index_select(0, order.slot_of_row)
-        return Dispatched(rows, order.counts, weights, plan, traffic)
+        weights, counts, traffic = weights_of_rows(routing.weights, plan), plan.counts, None
+        if self.both.size > 1:
+            traffic = self._traffic(plan.counts, fill, tokens.device)
+            order = traffic.regrouping
+            weights = traffic.there(weights).index_select(0, order.slot_of_row)
+            counts = order.counts
+        route = ExchangeRoute(plan, traffic)
+        rows, arrivals = self.journeys.there(tokens, route)
+        return Dispatched(rows, counts, weights, route, arrivals)
 
     def combine(self, results: Tensor, dispatched: Dispatched) -> Tensor:
         """See `Dispatcher.combine`."""
-        traffic = dispatched.traffic
-        if traffic is not None:
-            results = to_tokens(results, traffic.regrouping)
-            results = reduce_scatter_rows(results, traffic.gathered, self.etp)
-            results = exchange_rows(results, traffic.received, traffic.sent, self.ep)
-        return to_tokens(results, dispatched.plan)
-
-    def _send(self, x: Tensor, traffic: Traffic) -> Tensor:
-        x = exchange_rows(x, traffic.sent, traffic.received, self.ep)
-        return gather_rows(x, traffic.gathered, self.etp)
+        return self.journeys.back(results, dispatched.route, dispatched.arrivals)
 
     def _traffic(self, own: list[int], fill: int | None, device: torch.device) -> Traffic:
         """Find out how many rows come from where.
@@ -184,6 +277,8 @@ class AllToAllDispatcher:
         arriving = table[:, :, self.ep.rank].transpose(0, 1)  # [etp, ep, e]
         batches: list[list[int]] = arriving.flatten(0, 1).tolist()
         return Traffic(
+            ep=self.ep,
+            etp=self.etp,
             sent=table[self.ep.rank, self.etp.rank].sum(-1).tolist(),
             received=arriving[self.etp.rank].sum(-1).tolist(),
             gathered=arriving.sum((1, 2)).tolist(),
@@ -191,7 +286,7 @@ class AllToAllDispatcher:
         )
 
 
-DISPATCHERS: dict[str, Callable[[ParallelState, int], Dispatcher]] = {
+DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
     "allgather": AllGatherDispatcher,
     "alltoall": AllToAllDispatcher,
 }

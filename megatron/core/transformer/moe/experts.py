@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.fp8.grouped import NOTHING, Arrivals
 from megatron.core.transformer.initialization import init_methods
 from megatron.core.transformer.mlp import (
     MLPSubmodules,
@@ -60,19 +61,28 @@ class GroupedMLP(nn.Module):
             init_method=init.output,
         )
 
-    def forward(self, x: Tensor, tokens_per_expert: Sequence[int], probs: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tokens_per_expert: Sequence[int],
+        probs: Tensor,
+        arrivals: Arrivals = NOTHING,
+    ) -> Tensor:
         """Run the experts.
 
         Args:
             x: `[T, h]`, rows sorted by local expert.
             tokens_per_expert: Rows of each local expert; T and any count may be 0.
             probs: fp32 `[T]`, the router's weight of each row.
+            arrivals: `x`, and later the gradient of the result, as they came in FP8.
 
         Returns:
             `[T, h]`, each row weighted; a partial sum over expert tensor-parallel ranks.
         """
-        wide = self.linear_fc1(x, tokens_per_expert)
-        narrow: Tensor = self.linear_fc2(self.activation(wide, probs), tokens_per_expert)
+        wide = self.linear_fc1(x, tokens_per_expert, Arrivals(x=arrivals.x))
+        narrow: Tensor = self.linear_fc2(
+            self.activation(wide, probs), tokens_per_expert, Arrivals(grad=arrivals.grad)
+        )
         return narrow
 
 

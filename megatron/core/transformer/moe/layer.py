@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_along_first_dim,
 )
 from megatron.core.transformer.moe.dispatcher import DISPATCHERS
+from megatron.core.transformer.moe.journey import journeys_of
 from megatron.core.transformer.moe.router import Router, Routing
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -40,6 +41,9 @@ class MoELayer(nn.Module):
         build: Configuration, mesh, path and the rest that the parts need.
         submodules: Specifications of the experts.
         layer_number: 1-based number of the layer in the whole model.
+
+    Attributes:
+        precision_rows: Lines of the precision table about what travels.
     """
 
     shared_experts: nn.Module | None
@@ -51,7 +55,9 @@ class MoELayer(nn.Module):
         self._is_split = config.sequence_parallel and mesh.tp.size > 1
         self._fills_up = config.moe_pad_expert_input_to_capacity
         self.router = Router(build=build.at("router"), layer_number=layer_number)
-        self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](mesh, config.num_experts)
+        journeys, self.precision_rows = journeys_of(build)
+        dispatcher = DISPATCHERS[config.moe_token_dispatcher_type]
+        self.dispatcher = dispatcher(mesh, config.num_experts, journeys)
         self.experts = build_module(
             submodules.experts,
             build=build.at("experts"),
@@ -99,6 +105,6 @@ class MoELayer(nn.Module):
             capacity = self.router.capacity(tokens.shape[0])
             fill = None if capacity is None else min(capacity, tokens.shape[0])
         sent = self.dispatcher.dispatch(tokens, routing, fill)
-        results = self.experts(sent.rows, sent.tokens_per_expert, sent.weights)
+        results = self.experts(sent.rows, sent.tokens_per_expert, sent.weights, sent.arrivals)
         output = self.dispatcher.combine(results, sent).view(hidden.shape)
         return self._auxiliary.attach(output, routing.loss)
