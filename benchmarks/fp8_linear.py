@@ -27,6 +27,7 @@ from megatron.core.fp8 import (
     Fp8Policy,
     Fp8State,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     kernels,
     linear,
 )
@@ -36,6 +37,7 @@ RECIPES = {
     "tensorwise": Float8CurrentScaling(),
     "blockwise": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
 }
 Step = Callable[[], None]
 

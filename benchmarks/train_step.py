@@ -9,8 +9,9 @@ On a machine that others use, measure with --threads 1 and read the ratios of CP
     python benchmarks/train_step.py --only native_bf16,native_fp8_delayed
 
 Contenders: `hf_bf16` (HuggingFace LlamaForCausalLM, sdpa), `native_bf16`, `native_fp8_delayed`,
-`_tensorwise`, `_blockwise` and `_mxfp8` with compiled kernels (numba) if there are any, and the
-same with plain torch kernels. All are bf16 Llamas of one shape with torch's fused AdamW.
+`_tensorwise`, `_blockwise` and `_mxfp8`, and `native_fp4_nvfp4`, with compiled kernels (numba) if
+there are any, and the same with plain torch kernels. All are bf16 Llamas of one shape with torch's
+fused AdamW.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.flops import flops_per_iteration
 
 CPU = torch.device("cpu")
-FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
+SETTINGS: dict[str, dict[str, object]] = {
+    "fp8_delayed": {"fp8_format": "hybrid", "fp8_recipe": "delayed"},
+    "fp8_tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+    "fp8_blockwise": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
+    "fp8_mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
+    "fp4_nvfp4": {"fp4_format": "e2m1", "fp4_recipe": "nvfp4"},
+}
 
 
 @dataclass
@@ -158,11 +165,11 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
         "hf_bf16": ("plain", lambda: huggingface(args, tokens)),
         "native_bf16": ("plain", lambda: native(args, tokens)),
     }
-    for recipe in FORMATS:
-        make = _fp8_maker(args, tokens, recipe)
+    for name in SETTINGS:
+        make = _maker(args, tokens, name)
         if fast == "compiled":
-            makers[f"native_fp8_{recipe}"] = ("compiled", make)
-        makers[f"native_fp8_{recipe}_plain"] = ("plain", make)
+            makers[f"native_{name}"] = ("compiled", make)
+        makers[f"native_{name}_plain"] = ("plain", make)
     wanted = [name for name in args.only.split(",") if name] or list(makers)
     unknown = [name for name in wanted if name not in makers]
     if unknown:
@@ -170,10 +177,10 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
     return [Contender(name, makers[name][1](), makers[name][0]) for name in wanted]
 
 
-def _fp8_maker(
-    args: argparse.Namespace, tokens: torch.Tensor, recipe: str
+def _maker(
+    args: argparse.Namespace, tokens: torch.Tensor, name: str
 ) -> Callable[[], Callable[[], float]]:
-    return lambda: native(args, tokens, fp8_format=FORMATS[recipe], fp8_recipe=recipe)
+    return lambda: native(args, tokens, **SETTINGS[name])
 
 
 def gemm_rate(dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
@@ -214,7 +221,7 @@ def report(args: argparse.Namespace, found: list[Contender]) -> dict[str, object
     pairs += [
         ("native_bf16", c.name, f"time of {c.name} over native bf16")
         for c in found
-        if "fp8" in c.name
+        if "fp8" in c.name or "fp4" in c.name
     ]
     for fast, slow, text in pairs:
         if fast in medians and slow in medians:

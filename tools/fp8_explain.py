@@ -15,7 +15,7 @@ tensor: the error of each recipe on a tensor in a .npy, .pt or .safetensors file
 expected of normal values (31.5 dB in E4M3, 25.5 dB in E5M2, where few of them are subnormal and
 none saturates). A tensor is taken as rows of its last dimension. Of
 recipes with blocks, `rows` has them along that dimension, `columns` across it, as for a weight
-gradient, and `squares` is for weights.
+gradient, and `squares` is for weights. Gradients in nvfp4 are rounded `at random`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ import torch
 from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
 from megatron.core.errors import MegatronError, complaint
 from megatron.core.fp8 import kernels
-from megatron.core.fp8.formats import E4M3, E5M2, Fp8Format, code_value
+from megatron.core.fp8.formats import E2M1, E4M3, E5M2, Fp8Format, code_value
+from megatron.core.fp8.nvfp4 import NVFP4BlockScaling, NVFP4Quantizer
 from megatron.core.fp8.quantizers import BlockQuantizer, CurrentQuantizer
 from megatron.core.fp8.recipe import (
     BlockRecipe,
@@ -56,8 +57,12 @@ from megatron.core.fp8.rounding_error import (
 )
 from megatron.core.fp8.tensor import QuantizedTensor
 
-FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
-_USES = {"e4m3": "inputs, weights; gradients of some recipes", "e5m2": "gradients (hybrid)"}
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1)}
+_USES = {
+    "e4m3": "inputs, weights; gradients of some recipes",
+    "e5m2": "gradients (hybrid)",
+    "e2m1": "nvfp4",
+}
 _MOST_NAMES = 20
 
 
@@ -70,13 +75,12 @@ class ReadError(MegatronError):
 
 def bits_of(fmt: Fp8Format, code: int) -> str:
     """A code as sign, exponent and mantissa, e.g. `0 0101 010`."""
-    width = fmt.exponent_bits + fmt.mantissa_bits
-    text = f"{code:0{1 + width}b}"
+    text = f"{code:0{fmt.bits}b}"
     return f"{text[0]} {text[1 : 1 + fmt.exponent_bits]} {text[1 + fmt.exponent_bits :]}"
 
 
 def _codes(fmt: Fp8Format) -> range:
-    return range(1 << (1 + fmt.exponent_bits + fmt.mantissa_bits))
+    return range(1 << fmt.bits)
 
 
 def format_lines() -> list[str]:
@@ -153,6 +157,9 @@ def value_lines(x: float, scale: float, around: int) -> list[str]:
 def _in_format(
     scaled: torch.Tensor, x: float, scale: float, fmt: Fp8Format, around: int
 ) -> Iterator[str]:
+    if scaled.isnan() and fmt.nan_code == fmt.max_code:
+        yield f"{fmt.name}: has no code for it"
+        return
     held, _ = kernels.round_to_grid(scaled, torch.ones(()), fmt)
     code = int(kernels.encode(held, fmt).item())
     value, v = held.item(), scaled.item()
@@ -197,10 +204,12 @@ class Case:
     Attributes:
         name: What it is called.
         make: Quantizes `[rows, cols]`.
+        nearest: Whether values are rounded to nearest, which the closed form takes for granted.
     """
 
     name: str
     make: Callable[[torch.Tensor], QuantizedTensor]
+    nearest: bool = True
 
 
 def _fixed(fmt: Fp8Format) -> Callable[[torch.Tensor], QuantizedTensor]:
@@ -245,6 +254,14 @@ def cases() -> list[Case]:
         if fmt is E4M3:
             squares = _blocks(Float8BlockScaling(), Role.WEIGHT)
             found.append(Case("blockwise, squares", squares.rowwise))
+    nvfp4 = NVFP4BlockScaling()
+    for name, role in (
+        ("rows", Role.INPUT),
+        ("squares", Role.WEIGHT),
+        ("rows, at random", Role.GRAD_OUTPUT),
+    ):
+        four_bits = NVFP4Quantizer(nvfp4, role, fold=False)
+        found.append(Case(f"nvfp4, {name}", four_bits.rowwise, not four_bits.is_random))
     return found
 
 
@@ -263,7 +280,7 @@ def tensor_lines(x: torch.Tensor) -> list[str]:
     rows = [head, _bf16_row(values)]
     for case in cases():
         made = case.make(values.float() if values.dtype == torch.float64 else values)
-        rows.append((case.name, made.fmt.name, *_cells(measure(values, made))))
+        rows.append((case.name, made.fmt.name, *_cells(measure(values, made), case.nearest)))
     return [*lines, *_aligned(rows, text=(0, 1))]
 
 
@@ -287,13 +304,15 @@ def _bf16_row(values: torch.Tensor) -> tuple[str, ...]:
             "", "", "")  # fmt: skip
 
 
-def _cells(error: RoundingError) -> tuple[str, ...]:
+def _cells(error: RoundingError, nearest: bool) -> tuple[str, ...]:
     low, high = error.scales
     scale = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
     shares = (error.saturated, error.underflow, error.subnormal)
+    measured, closed = _numbers(error.sqnr_db, error.normal_sqnr_db)
     return (
         scale,
-        *_numbers(error.sqnr_db, error.normal_sqnr_db),
+        measured,
+        closed if nearest else "",
         *(f"{share:.3%}" if share else "-" for share in shares),
     )
 

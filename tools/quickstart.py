@@ -160,6 +160,25 @@ def compare_with_unigrams(log: Path, entropy: float, required: bool) -> None:
         )
 
 
+def training(work: Path, run: Path) -> list[str]:
+    """Return the command that trains.
+
+    Args:
+        work: Where the corpus and its tokenizer are.
+        run: Where checkpoints and logs go.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "pretrain_gpt.py", "--config", CONFIG]
+    command += ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    command += ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"]
+    command += ["--data-path", str(work / "corpus_text_document")]
+    command += ["--data-cache-path", str(work / "cache")]
+    command += ["--tokenizer-model", str(work / "tokenizer.model")]
+    command += ["--save", str(run), "--load", str(run)]
+    command += ["--tensorboard-dir", str(run / "tensorboard"), "--fp8-stats-interval", "10"]
+    return [*command, "--dllogger-json", str(run / "log.json")]
+
+
 def main() -> None:
     """Run the whole chain."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -194,13 +213,7 @@ def main() -> None:
         inputs=[work / "corpus_text_document.idx"],
         outputs=[statistics],
     )
-    train = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    train += ["pretrain_gpt.py", "--config", CONFIG, "--tensor-model-parallel-size", "2"]
-    train += ["--sequence-parallel", "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"]
-    train += ["--data-path", f"{prefix}_text_document", "--data-cache-path", str(work / "cache")]
-    train += ["--tokenizer-model", str(tokenizer), "--save", str(run), "--load", str(run)]
-    train += ["--tensorboard-dir", str(run / "tensorboard"), "--fp8-stats-interval", "10"]
-    train += ["--dllogger-json", str(run / "log.json")]
+    train = training(work, run)
     if args.train_iters:
         train += ["--train-iters", str(args.train_iters)]
     steps.run(

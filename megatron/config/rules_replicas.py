@@ -52,7 +52,15 @@ def fp8_weights_have_masters(c: Draft) -> Iterator[Problem]:
     """--fp8-param-gather needs FP8, --use-distributed-optimizer, and --bf16 or --fp16."""
     if not c.fp8_param_gather:
         return
-    if not c.fp8_format:
+    if c.fp4_format is not None and not c.fp8_format:
+        yield Problem(
+            ("--fp8-param-gather", "--fp4-format"),
+            f"--fp8-param-gather with --fp4-format {c.fp4_format}",
+            "FP4 layers cut their weights into blocks with two levels of scales, of the whole"
+            " 16-bit weight",
+            "Remove --fp8-param-gather",
+        )
+    elif not c.fp8_format:
         yield Problem(
             ("--fp8-param-gather", "--fp8-format"),
             "--fp8-param-gather without --fp8-format",

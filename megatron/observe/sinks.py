@@ -27,16 +27,20 @@ from megatron.observe.events import (
     IntervalEnd,
     MemoryUse,
     Message,
+    PrecisionChange,
     PrecisionTable,
+    Rollback,
     RunStart,
     StepEnd,
 )
 from megatron.observe.lines import (
     alert_line,
     arguments_dump,
+    change_line,
     memory_line,
     perplexity,
     precision_table,
+    rollback_line,
     training_line,
     validation_lines,
 )
@@ -77,7 +81,11 @@ class ConsoleSink:
         elif isinstance(event, Fp8Alert):
             print(alert_line(event), file=sys.stderr, flush=True)
         elif isinstance(event, PrecisionTable):
-            print(precision_table(event.lines), flush=True)
+            print(precision_table(event.lines, event.changed), flush=True)
+        elif isinstance(event, PrecisionChange):
+            print(change_line(event), flush=True)
+        elif isinstance(event, Rollback):
+            print(rollback_line(event), flush=True)
         elif isinstance(event, RunStart):
             print(arguments_dump(event.config), flush=True)
             print(

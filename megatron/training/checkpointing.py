@@ -75,7 +75,7 @@ class Scheduler(Protocol):
 
 
 class Stateful(Protocol):
-    """What a checkpoint needs of the FP8 state."""
+    """What a checkpoint needs of the FP8 state, and of what watches over a run."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return a tree of tensors and plain values."""
@@ -107,6 +107,7 @@ def save_checkpoint(
     fp8: Stateful | None,
     progress: Progress,
     residual: Residual | None = None,
+    guards: Stateful | None = None,
     say: Say = print_line,
 ) -> Path:
     """Write a checkpoint of the run's present state below ``--save``.
@@ -122,6 +123,7 @@ def save_checkpoint(
         fp8: FP8 state, None without.
         progress: The counters.
         residual: What FP8 gradient reductions keep, None without.
+        guards: What watches over the run, None without; plain values, the same on every rank.
         say: Receives the lines to show, on the first rank only.
 
     Returns:
@@ -150,18 +152,18 @@ def save_checkpoint(
     if optimizer is not None and not cfg.no_save_optim:
         named, owned = optimizer.named_state(), optimizer.owned_ranges
         tensors.update(schema.optimizer_state(named, bare, mesh, stacking, owned))
-    if residual is not None:
-        kept = residual.save(stacking)
-        tensors.update({} if cfg.no_save_optim else kept)
+    kept = residual.save(stacking) if residual is not None else {}
+    tensors.update({} if cfg.no_save_optim else kept)
     places = fp8_entries.Places.of(cfg, mesh)
     tree, fp8_tensors = fp8_entries.split(fp8.state_dict() if fp8 else {}, places)
     tensors.update(fp8_tensors)
-    if mesh.pp.size > 1:  # each stage knows its own layers only
+    if mesh.pp.size > 1 or mesh.ep.size > 1:  # each rank knows its own layers only
         tree = fp8_entries.merge(peers.gather(tree))
     assets: dict[str, Path | bytes] = {}
     if peers.leads:
         common = _common(cfg, mesh, None if cfg.no_save_optim else optimizer, scheduler, progress)
-        blobs[schema.COMMON_KEY] = plain.dump({**common, "fp8": tree})
+        watch = guards.state_dict() if guards else {}
+        blobs[schema.COMMON_KEY] = plain.dump({**common, "fp8": tree, "guards": watch})
         assets[schema.COMMON_FILE] = blobs[schema.COMMON_KEY]  # for Megatron-Core up to 0.18
     if not cfg.no_save_rng:
         blobs[_rng_key(mesh)] = plain.dump(random_state.capture())
@@ -277,6 +279,7 @@ def load_checkpoint(
     fp8: Stateful | None,
     progress: Progress,
     residual: Residual | None = None,
+    guards: Stateful | None = None,
     say: Say = print_line,
 ) -> bool:
     """Continue from the checkpoint that ``--load`` means.
@@ -292,6 +295,7 @@ def load_checkpoint(
         fp8: FP8 state, None without.
         progress: Receives the counters.
         residual: What FP8 gradient reductions keep, None without.
+        guards: What watches over the run, None to leave it alone.
         say: Receives the lines to show, on the first rank only.
 
     Returns:
@@ -320,6 +324,8 @@ def load_checkpoint(
     for sentence in _of_all_ranks(peers, peers.attempt(lambda: _load_fp8(loading, fp8))):
         loading.note(sentence)
     peers.attempt(lambda: _load_residual(loading, residual))
+    if guards is not None and not weights_only:
+        guards.load_state_dict(common.get("guards") or {})
     peers.attempt(lambda: _load_random_state(loading))
     loading.note(
         f"  successfully loaded checkpoint from {cfg.load} "

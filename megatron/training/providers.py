@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,15 @@ class Parts:
     fp8: Fp8State
     rng: RngStreams
     weight_grads: WeightGradQueue | None = None
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter; of weights that rest in FP8 the masters that this rank has."""
+        for name, param in self.model.named_parameters():
+            if not self.ddp.is_in_fp8(param):
+                yield name, param.detach()
+        for slot in self.optimizer.slots:
+            if self.ddp.is_in_fp8(slot.param):
+                yield slot.name, slot.master.detach()
 
     def residual(self, cfg: RunConfig, mesh: ParallelState) -> Residual | None:
         """What FP8 gradient reductions keep for the next step; None if they keep nothing."""
@@ -119,6 +129,8 @@ def build_gpt(
         weight_grads: Where linear layers may put off their weight gradients.
     """
     fp8 = Fp8State.from_config(cfg, runtime.device)
+    if runtime.fallback is not None:
+        fp8.replaced = (runtime.fallback.instead_of, runtime.fallback.why)
     fp8.rng = rng = RngStreams(cfg.seed, runtime.mesh, runtime.device)
     build = Build(
         config=cfg,

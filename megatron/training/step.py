@@ -278,9 +278,7 @@ class TrainStep:
 @torch.no_grad()
 def parameters_are_finite(parts: Parts, world: Axis) -> bool:
     """Return whether every parameter on every rank is a number. Collective."""
-    held: list[torch.Tensor] = [p for p in parts.model.parameters() if not parts.ddp.is_in_fp8(p)]
-    held += [slot.master for slot in parts.optimizer.slots if parts.ddp.is_in_fp8(slot.param)]
-    finite = [torch.isfinite(tensor).all() for tensor in held]
+    finite = [torch.isfinite(weight).all() for _, weight in parts.named_weights()]
     flag = torch.stack(finite).all().float().reshape(1)
     return bool(all_reduce_(flag, world, "min").item())
 

@@ -15,6 +15,7 @@ from megatron.core.fp8 import (
     Fp8Policy,
     Fp8State,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     linear,
 )
 from megatron.core.fp8.grouped import grouped_linear
@@ -26,6 +27,7 @@ RECIPES = {
     "tensorwise": Float8CurrentScaling(),
     "blockwise": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 COMBINATIONS = list(itertools.product((False, True), repeat=3))

@@ -28,7 +28,8 @@ EXPERTS = {
 EP2 = {**EXPERTS, "expert_model_parallel_size": 2}
 A2A = {**EP2, "moe_token_dispatcher_type": "alltoall"}
 SENT_IN_FP8 = {"moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "blockwise"}
-FP8 = {"fp8_format": "hybrid", "bf16": True, "seq_length": 32, "max_position_embeddings": 32}
+LONG = {"seq_length": 32, "max_position_embeddings": 32}
+FP8 = {"fp8_format": "hybrid", "bf16": True, **LONG}
 ATTENTION = {"fp8_dot_product_attention": True}
 ON_TWO = {
     "tp2 without sp": {"tensor_model_parallel_size": 2},

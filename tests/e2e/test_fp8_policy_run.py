@@ -29,11 +29,10 @@ def test_warm_up_and_policy_on_the_command_line(tmp_path):
     assert straight.codes == [0, 0], straight.out
     tables = straight.lines("linear layers in FP8")
     assert [re.search(r"\d+ of \d+", line)[0] for line in tables] == ["0 of 17", "16 of 17"]
-    order = [straight.out.index(text) for text in (
-        "FP8 starts at iteration 4 (--fp8-warmup-iters 3)", "validation loss at iteration 2",
-        "iteration        3/", "FP8 starts: iteration 4 is", "16 of 17", "iteration        4/",
-    )]  # fmt: skip
-    assert order == sorted(order)
+    said = ["FP8 starts at iteration 4 (--fp8-warmup-iters 3)", "FP8 starts: iteration 4 is",
+            "16 of 17"]  # by the first rank; losses come from the last one  # fmt: skip
+    places = [straight.out.index(text) for text in said]
+    assert places == sorted(places)
     assert straight.lines("in FP8 from iteration 4 (--fp8-warmup-iters 3); --fp8-policy rule 1")
     first = launch(2, [*flags, "--fp8-warmup-iters", "3", "--exit-interval", "2"])
     policy.write_text("rules:\n  - {layers: 1-2, recipe: bf16}\n")

@@ -4,6 +4,12 @@ The floors follow from the formats. Rounding to E4M3 leaves noise 31.5 dB below 
 rounding to E5M2 25.5 dB below it, whatever the scale, as long as few values are subnormal. Noise of
 two operands adds up: 28.5 dB for two of E4M3, 24.5 dB for one of each. Below that by 0.3 dB for the
 finite sample.
+
+E2M1 has steps of 0.5, 1 and 2 up to 6. Noise of step^2 / 12 in a normal tensor whose blocks of 16
+reach up to 6 is 20.5 dB below it, and in squares of 256, whose largest value is farther out, 18.8
+dB. Rounding at random doubles noise, 3 dB. So two operands have 16.5 dB forward (blocks and
+squares), 15.1 dB for the input's gradient (at random, and squares), and 15.7 dB for the weight's
+(at random, and blocks: the transform leaves normal tensors normal).
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from megatron.core.fp8 import (
     Fp8Policy,
     Fp8State,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     linear,
 )
 
@@ -66,6 +73,22 @@ def test_normal_tensors(name):
     assert dgrad > backward
     assert wgrad > backward
     assert max(fprop, dgrad, wgrad) < 30  # better than the format allows: nothing was rounded
+
+
+@pytest.mark.parametrize(
+    ("recipe", "floors"),
+    [
+        (NVFP4BlockScaling(), (16.2, 14.8, 15.4)),
+        (NVFP4BlockScaling(disable_stochastic_rounding=True), (16.2, 16.2, 17.2)),
+        (NVFP4BlockScaling(disable_2d_quantization=True), (17.2, 15.4, 15.4)),
+    ],
+    ids=["nvfp4", "to nearest", "weights in rows"],
+)
+def test_normal_tensors_in_fp4(recipe, floors):
+    x, weight = normal(TOKENS, IN, seed=0), normal(OUT, IN, seed=1)
+    found = measure(recipe, x, weight, normal(TOKENS, OUT, seed=2))
+    for decibel, floor in zip(found, floors, strict=True):
+        assert floor < decibel < floor + 0.8  # better than that: not rounded as described
 
 
 @pytest.mark.parametrize("name", ["blockwise", "mxfp8"])

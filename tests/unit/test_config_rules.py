@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from unit.guard_refusals import GUARDS_REFUSED
 from unit.moe_refusals import MOE_REFUSED
 
 from megatron.config import ConfigError, Problem, make_config
@@ -230,6 +231,16 @@ REFUSED = [
         {"fp8_param_gather": True, "use_distributed_optimizer": True, "bf16": True},
         "--fp8-param-gather",
         ["without --fp8-format"],
+    ),
+    (
+        {
+            "fp8_param_gather": True,
+            "fp4_format": "e2m1",
+            "use_distributed_optimizer": True,
+            "bf16": True,
+        },
+        "--fp8-param-gather",
+        ["with --fp4-format e2m1", "Remove --fp8-param-gather"],
     ),
     (
         {"fp8_param_gather": True, "fp8_format": "hybrid", "bf16": True},
@@ -652,7 +663,7 @@ REFUSED_ON_A_MESH = [
 
 @pytest.mark.parametrize(
     ("world_size", "fields", "flag", "words"),
-    REFUSED_ON_A_MESH + MOE_REFUSED,
+    REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED,
     ids=lambda v: str(v)[:60],
 )
 def test_refused_on_a_mesh(world_size, fields, flag, words):
@@ -664,6 +675,9 @@ def test_refused_on_a_mesh(world_size, fields, flag, words):
 
 ACCEPTED = [
     {},
+    {"fp8_spike_rollback": True},  # in any precision
+    {**TE_FP8, "fp8_spike_rollback": True},
+    {**FP8, "fp8_auto_fallback": True, "fp8_auto_fallback_amax_ratio": 0.0},
     {"kv_channels": 24, "hidden_size": 66},
     {"group_query_attention": True, "num_query_groups": 4},
     {"num_query_groups": 4},
@@ -834,7 +848,9 @@ def test_every_rule_is_documented_and_exercised():
         first = (one.__doc__ or "").strip().splitlines()[0]
         assert first.endswith("."), one.__name__
     cases = [(1, fields) for fields, _, _ in REFUSED]
-    cases += [(world, fields) for world, fields, _, _ in REFUSED_ON_A_MESH + MOE_REFUSED]
+    cases += [
+        (world, fields) for world, fields, _, _ in REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED
+    ]
     assert set(names) == set().union(*(fired(world, fields) for world, fields in cases))
 
 
@@ -844,6 +860,7 @@ def test_rules_are_listed_by_subject():
         "model",
         "fp8",
         "attention",
+        "guards",
         "moe",
         "parallel",
         "replicas",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.config import ConfigError, make_config
+from megatron.core.backends.native import NativeBackend
 from megatron.core.errors import CheckpointError, PrecisionError
 from megatron.core.fp8 import (
     DelayedScaling,
@@ -18,6 +19,7 @@ from megatron.core.fp8 import (
 )
 from megatron.core.fp8.attention import AttentionChoice
 from megatron.training.initialize import _tell_attention
+from tests.gpu import attention_cases
 from tests.small_models import batch, small_model
 
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -191,6 +193,11 @@ def test_missing_linear_layers_are_refused_all_the_same():
     del saved["layers"]["decoder.layers.1.mlp.linear_fc1"]
     with pytest.raises(CheckpointError, match="without decoder.layers.1.mlp.linear_fc1"):
         state_of().load_state_dict(saved)
+
+
+@pytest.mark.parametrize("recipe", list(attention_cases.RECIPES))
+def test_the_case_for_a_gpu_runs(recipe):
+    assert set(attention_cases.agree(torch.device("cpu"), NativeBackend(), recipe).values()) == {0}
 
 
 # -- the environment ------------------------------------------------------------------------------

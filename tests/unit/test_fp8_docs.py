@@ -24,6 +24,18 @@ def test_example_of_the_library_api(capsys):
     assert len(names["recipe"].__dataclass_fields__) > 3
 
 
+def test_policies_that_are_shown_can_be_followed():
+    text = (DOC.parent / "fp8-policy.md").read_text()
+    (shown,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    root = DOC.parents[1] / "configs"
+    for policy in (shown, str(root / "fp8_policy" / "example.yaml")):
+        tokens = ["--config", str(root / "quickstart_llama_10m.yaml"), "--fp8-policy", policy]
+        cfg, _ = parse([*tokens, "--config", str(root / "fp8" / "tensorwise.yaml")])
+        assert recipes_in_use(cfg) == {"mxfp8", "tensorwise"}
+    for entry in KEYS:
+        assert f"`{entry}`" in text
+
+
 def test_example_of_the_figures(capsys):
     doc = DOC.with_name("observability.md")
     (example,) = re.findall(r"```python\n(.*?)```", doc.read_text(), re.DOTALL)
@@ -41,15 +53,3 @@ def test_every_flag_and_alert_of_the_figures_is_described():
     kinds = re.findall(r'^            \("([a-z ]+)", ', source, re.MULTILINE)
     assert len(kinds) == 7
     assert all(f"| {kind} |" in text for kind in kinds)
-
-
-def test_policies_that_are_shown_can_be_followed():
-    text = (DOC.parent / "fp8-policy.md").read_text()
-    (shown,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    root = DOC.parents[1] / "configs"
-    for policy in (shown, str(root / "fp8_policy" / "example.yaml")):
-        tokens = ["--config", str(root / "quickstart_llama_10m.yaml"), "--fp8-policy", policy]
-        cfg, _ = parse([*tokens, "--config", str(root / "fp8" / "tensorwise.yaml")])
-        assert recipes_in_use(cfg) == {"mxfp8", "tensorwise"}
-    for entry in KEYS:
-        assert f"`{entry}`" in text

@@ -45,6 +45,7 @@ def test_formats(explain):
     expected = {
         "e4m3": "1+4+3 448 2^-6 2^-9 2^-3 254 253 0 2",
         "e5m2": "1+5+2 57344 2^-14 2^-16 2^-2 248 247 2 6",
+        "e2m1": "1+2+1 6 2^0 2^-1 2^-1 16 15 0 0",
     }
     assert {name: " ".join(rows[name][1:10]) for name in expected} == expected
 
@@ -100,7 +101,7 @@ def table(out):
     start = next(i for i, line in enumerate(lines) if line.startswith("recipe"))
     found = {}
     for line in lines[start + 2 :]:
-        for fmt in ("e4m3", "e5m2"):
+        for fmt in ("e4m3", "e5m2", "e2m1"):
             name, _, rest = line.partition(f"  {fmt}  ")
             if rest:
                 found[name.strip(), fmt] = rest.split()
@@ -124,6 +125,11 @@ def test_a_normal_tensor(explain, tmp_path, args):
     assert (code, err) == (0, "")
     assert out.startswith("[64, 256]")
     found = table(out)
+    four_bits = [found.pop(key) for key in list(found) if key[1] == "e2m1"]
+    # Two bits less; squares have a scale for 256 values; at random, 3 dB less.
+    assert [float(row[3]) for row in four_bits] == pytest.approx([20.4, 19.0, 17.3], abs=0.2)
+    assert [float(row[4]) for row in four_bits[:2]] == pytest.approx([20.4, 19.0], abs=0.2)
+    assert len(four_bits[2]) == len(four_bits[1]) - 1  # no closed form
     assert len(found) == 7 + 1 + 7
     for (recipe, fmt), (*scale, sqnr, closed, _, _, _) in found.items():
         figure = 31.5 if fmt == "e4m3" else 25.55

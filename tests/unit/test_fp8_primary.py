@@ -16,7 +16,9 @@ from megatron.core.fp8.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
+    Role,
 )
+from megatron.core.fp8.stats import StatsCollector
 
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),
@@ -149,6 +151,27 @@ def test_magnitudes_are_recorded_once_a_step():
     assert staged.amax_history[0, 1] == 0
     precision.quantize_weight(weight)
     assert staged.amax_history[0, 1] == whole.abs().max()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_statistics_know_magnitude_and_scale(name):
+    """And nothing else: a rank has only a part of the 16-bit weight."""
+    state, precision = layer(RECIPES[name])
+    state.stats = StatsCollector(1, 0)
+    state.stats.begin_step(1)
+    whole = values("random")
+    plain = nn.Parameter(whole.clone())
+    precision.quantize_weight(plain)
+    state.stats.end_step(state.layers)
+    expected = state.stats.latest("layer")[Role.WEIGHT]
+    weight = nn.Parameter(whole.clone())
+    Fp8Weight(weight, precision).take_values(whole, torch.empty(whole.shape, dtype=torch.uint8))
+    state.stats.begin_step(2)
+    precision.quantize_weight(weight)
+    state.stats.end_step(state.layers)
+    found = state.stats.latest("layer")[Role.WEIGHT]
+    assert (found.amax, found.scale, found.elements) == (expected.amax, expected.scale, 0)
+    assert state.stats.uncast == ()
 
 
 def test_it_has_numbers_while_its_layer_is_in_high_precision():

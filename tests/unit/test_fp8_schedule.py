@@ -25,6 +25,8 @@ PRECISIONS = {
     "mixed": {**DELAYED, "fp8_policy": MIXED},
     "experts": {**DELAYED, "num_experts": 4},
     "attention": {**DELAYED, "fp8_dot_product_attention": True},
+    "weights": {**DELAYED, "fp8_param_gather": True, "use_distributed_optimizer": True},
+    "nvfp4": {"fp4_format": "e2m1"},
 }
 IN_FP8 = {name: fields for name, fields in PRECISIONS.items() if fields}
 

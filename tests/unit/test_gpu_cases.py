@@ -10,7 +10,7 @@ import torch
 from megatron.core.backends.native import NativeBackend
 from megatron.core.backends.te import TransformerEngineBackend
 from tests.contract.fake_te import FakeTransformerEngine
-from tests.gpu import cases, throughput
+from tests.gpu import cases, snapshot_cases, throughput
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -34,6 +34,13 @@ def test_products(formats):
     error = cases.products(cases.CPU, (17, 24, 40), formats, fast_accum=False)
     assert error["fp32_error"] < 1e-6
     assert 0 < error["bf16_error"] < 2.0**-8
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_snapshots(on_device):
+    measured = snapshot_cases.elements_that_differ(cases.CPU, on_device=on_device)
+    assert measured["changed_by_training"] > 1000
+    assert measured["left_after_return"] == 0
 
 
 @pytest.mark.parametrize("kind", cases.LAYERS)

@@ -177,7 +177,12 @@ class AttentionPrecision:
     @property
     def active(self) -> bool:
         """Whether a forward started now runs in FP8."""
-        return self.decision.recipe is not None and self.state.enabled and not self.suspended
+        return self.decision.recipe is not None and self.state.enabled and not self.held_back
+
+    @property
+    def held_back(self) -> str:
+        """Why attention is held in high precision for now; empty if it is not."""
+        return self.suspended or self.state.held
 
     def quantizes(self, tensor: AttentionTensor) -> bool:
         """Whether the recipe quantizes a tensor."""
@@ -288,14 +293,12 @@ class AttentionPrecision:
         first, second = (recipe.format_of(tensor.role) for tensor in _PRODUCTS[product])
         name = f"fp8 {first.name}x{second.name} {recipe.name}"
         if not self.active:
-            planned = self.suspended or self.state.waits(self.decision.rule)
+            planned = self.held_back or self.state.waits(self.decision.rule)
             reason = planned or "FP8 is switched off at this step"
             return PrecisionRow(
                 self.path, product, name, plain, "softmax attention", reason, bool(planned)
             )
-        kernel = kernel_name(
-            first, second, hardware=False, emulation="exact", device=self.state.device
-        )
+        kernel = kernel_name(first, second, emulation="exact", device=self.state.device)
         reasons = [self.decision.rule] if self.decision.rule else []
         if self.state.hardware:
             reasons.append("torch has no attention in FP8")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron.core.errors import MegatronError, complaint
+from megatron.core.fp8.calibrate import measure, measure_forward
 from megatron.core.fp8.gemm import Operand, gemm_nt, ready
 from megatron.core.fp8.linear import accumulates, input_operands, weight_grad, weight_operands
 from megatron.core.fp8.precision import LinearPrecision
@@ -178,6 +179,7 @@ def _forward(
     if not precision.active:
         check_readable(weight)
         plain = x.to(weight.dtype)
+        measure_forward(precision, plain, weight)
         out.copy_(gemm_nt(plain, weight, out_dtype=weight.dtype))
         return plain if weight.requires_grad else None, weight
     rows, kept = input_operands(x, weight, precision, made=row)
@@ -215,11 +217,20 @@ def _backward(
     rows: Any = dy
     dgrad_in_fp8, wgrad_in_fp8 = (isinstance(o, QuantizedTensor) for o in (weight_col, x))
     one_cast = dgrad_in_fp8 == wgrad_in_fp8
+    if not (dgrad_in_fp8 or wgrad_in_fp8):
+        measure(precision, Role.GRAD_OUTPUT, dy)
+    kept: Any = None
     if dgrad_in_fp8:
-        one_cast = wgrad_in_fp8 and precision.quantizer(Role.GRAD_OUTPUT).transposable
-        rows = precision.rowwise(Role.GRAD_OUTPUT, dy, seed=seed) if made is None else made
+        quantizer = precision.quantizer(Role.GRAD_OUTPUT)
+        one_cast = wgrad_in_fp8 and quantizer.transposable
+        if made is None and wants_dw and wgrad_in_fp8 and quantizer.hardware:
+            rows, kept = precision.both(Role.GRAD_OUTPUT, dy, seed=seed)
+        else:
+            rows = precision.rowwise(Role.GRAD_OUTPUT, dy, seed=seed) if made is None else made
     if soon and wants_dw and one_cast:
         rows = ready(rows)
+    if kept is None:
+        kept = rows if one_cast else dy
     if dx is not None:
         if isinstance(weight_col, QuantizedTensor):
             emulation = precision.state.emulation
@@ -229,7 +240,7 @@ def _backward(
     if not wants_dw:
         return None
     if isinstance(x, QuantizedTensor):
-        return partial(_fp8_weight_grad, rows if one_cast else dy, x, weight, precision, seed)
+        return partial(_fp8_weight_grad, kept, x, weight, precision, seed)
     plain = dy if isinstance(rows, QuantizedTensor) else rows
     return partial(_plain_weight_grad, plain, x, weight)
 

@@ -4,7 +4,7 @@ Values are E2M1. 16 of them share a scale in E4M3, and one fp32 scale stands abo
 the largest block scale of a tensor is the largest E4M3 number. Three measures keep training whole:
 weights have square blocks, so both products that read them see the same numbers; gradients are
 rounded at random, so their errors average out; and both operands of the weight gradient are mixed
-by a Hadamard matrix along the tokens, so a single large value does not set the scale of its block.
+by a Hadamard matrix along the tokens, which spreads single large values over their blocks.
 
 Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149); formulas of
 Transformer Engine's recipe.
@@ -52,7 +52,6 @@ class NVFP4BlockScaling(Recipe):
 
     name = "nvfp4"
     family = "fp4"
-    has_hardware_gemm = False
 
     def __post_init__(self) -> None:
         for field, only in (("fp4_format", Format.E2M1), ("fp8_format", Format.E4M3)):

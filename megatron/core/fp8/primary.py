@@ -99,7 +99,7 @@ class Fp8Weight:
         self.weight, self.precision = weight, precision
         self.rests = False
         self._scales: tuple[torch.Tensor, torch.Tensor] | None = None  # and inverses
-        self._amax: torch.Tensor | None = None
+        self._amax = weight.new_zeros((), dtype=torch.float32)
         self._row: QuantizedTensor | None = None
         self._second: QuantizedTensor | None = None  # cut along columns, where that differs
         self._turned: QuantizedTensor | None = None  # a copy for FP8 hardware
@@ -180,9 +180,8 @@ class Fp8Weight:
             magnitudes: The largest of what the ranks found, fp32 `[num_magnitudes]`.
         """
         quantizer = self.precision.quantizer(Role.WEIGHT)
-        self._amax = None
+        self._amax = magnitudes.amax()
         if isinstance(quantizer, DelayedQuantizer):
-            self._amax = magnitudes.view(()).clone()
             scale = quantizer.slot.scale.clone()
             scale_inv = scale.reciprocal()
         elif isinstance(quantizer, CurrentQuantizer):
@@ -261,7 +260,8 @@ class Fp8Weight:
             self._have(values)
             return
         quantizer, col = self._quantizer, None
-        row, self._amax = quantizer.cast(values)
+        row, amax = quantizer.cast(values)
+        self._amax = kernels.amax(values) if amax is None else amax
         if not quantizer.transposable:
             # Turned, so that the memory keeps the order in which products are made fastest.
             col = quantizer.column(quantizer.keep(values, row)).t().to_fp8().t()
@@ -282,7 +282,20 @@ class Fp8Weight:
     def _have(self, values: torch.Tensor) -> None:
         self.weight.set_(values.view(self.weight.shape))  # type: ignore[call-overload]
         self.rests = False
-        self._row = self._second = self._turned = self._amax = None
+        self._row = self._second = self._turned = None
+
+    def figures(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Largest magnitude of the 16-bit weight, and inverses of the scales; while it rests."""
+        if self._row is None:
+            raise PrecisionError(
+                complaint(
+                    self.precision.path,
+                    "a weight that does not rest in FP8",
+                    "It has no FP8 figures",
+                    "Ask while the layer runs in FP8",
+                )
+            )
+        return self._amax, self._row.scale_inv
 
     def operands(self) -> tuple[QuantizedTensor, QuantizedTensor]:
         """The weight as both operands; see `LinearPrecision.quantize_weight`.

@@ -52,7 +52,7 @@ def normal_moments(
     middles = (grid[1:] + grid[:-1]) / 2
     lower = torch.cat([torch.zeros_like(grid[:1]), middles])
     upper = torch.cat([middles, torch.full_like(grid[:1], math.inf)])
-    signal, noise = [], []
+    signal, noise = [grid[:0]], [grid[:0]]
     for start in range(0, spread.numel(), _ROWS):
         part = slice(start, start + _ROWS)
         deviation, end = spread[part, None].double(), limit[part, None].double()
@@ -96,12 +96,12 @@ class RoundingError:
 
     Attributes:
         sqnr_db: Measured.
-        normal_sqnr_db: Expected if the values under each scale were normal, with the same deviation
-            and the same largest magnitude.
+        normal_sqnr_db: Expected, with rounding to nearest, if the values under each scale were
+            normal, with the same deviation and the same largest magnitude.
         saturated: Share of the values that became the largest one although they are larger.
         underflow: Share of the values that are not 0 and became 0.
         subnormal: Share of the values that kept fewer bits, because they are subnormal.
-        scales: Smallest and largest scale.
+        scales: Smallest and largest scale; with scales in two levels their products.
     """
 
     sqnr_db: float
@@ -123,8 +123,10 @@ def measure(x: torch.Tensor, made: QuantizedTensor) -> RoundingError:
     values = torch.where(finite, values, 0)
     count = max(1, int(finite.sum()))
     grid_values = made.to_fp8().hold()
-    inverse = grid_values.expanded_scale_inv().double().expand_as(values)
-    scaled, codes = (values / inverse).abs(), grid_values.data.double().abs()
+    inverse = grid_values.expanded_scale_inv().double().expand_as(values) * _above(made)
+    # A block whose own scale underflowed has the inverse 0, and all its values became 0.
+    scaled = torch.where(inverse > 0, values / inverse, 0).abs()
+    codes = grid_values.data.double().abs()
     back = torch.where(finite, codes.copysign(values) * inverse, 0)
     fmt = made.fmt
 
@@ -138,12 +140,29 @@ def measure(x: torch.Tensor, made: QuantizedTensor) -> RoundingError:
         saturated=share(scaled > fmt.max * (1 + 2.0**-20)),  # a scale is rounded itself
         underflow=share((codes == 0) & (values != 0)),
         subnormal=share(tiny & (codes != 0)),
-        scales=(1 / made.scale_inv.max().item(), 1 / made.scale_inv.min().item()),
+        scales=_range_of(made),
     )
 
 
+def _above(made: QuantizedTensor) -> float:
+    """The inverse scale above those of the blocks; 1 without."""
+    return 1.0 if made.tensor_inv is None else made.tensor_inv.item()
+
+
+def _range_of(made: QuantizedTensor) -> tuple[float, float]:
+    inverse = made.scale_inv.double() * _above(made)
+    positive = inverse[inverse > 0]
+    if not positive.numel():
+        return math.inf, math.inf
+    return 1 / positive.max().item(), 1 / positive.min().item()
+
+
 def _expected(values: torch.Tensor, made: QuantizedTensor) -> float:
-    """The closed form, block by block: normal values up to the block's largest magnitude."""
+    """The closed form, block by block.
+
+    The largest magnitude of a block decides about its scale, so its own error is that of one known
+    number. The others are normal values up to there.
+    """
     high, wide = made.block or (values.shape[0], values.shape[1])
     pad = (0, -values.shape[1] % wide, 0, -values.shape[0] % high)
     down, across = (values.shape[0] + pad[3]) // high, (values.shape[1] + pad[1]) // wide
@@ -151,11 +170,21 @@ def _expected(values: torch.Tensor, made: QuantizedTensor) -> float:
         torch.nn.functional.pad(t, pad).view(down, high, across, wide)
         for t in (values.abs(), torch.ones_like(values))
     )
-    energy = sizes.square().sum((1, 3)).flatten()
-    deviation = (energy / counts.sum((1, 3)).flatten()).sqrt()
-    scale = made.scale_inv.double().flatten().reciprocal()
-    some = energy > 0
-    signal, noise = normal_moments(
-        grid_of(made.fmt), (deviation * scale)[some], (sizes.amax((1, 3)).flatten() * scale)[some]
-    )
-    return decibels(energy.sum().item(), (energy[some] * noise / signal).sum().item())
+    largest = sizes.amax((1, 3)).flatten()
+    others = sizes.square().sum((1, 3)).flatten() - largest.square()
+    deviation = (others.clamp(min=0) / (counts.sum((1, 3)).flatten() - 1).clamp(min=1)).sqrt()
+    scale = (made.scale_inv.double().flatten() * _above(made)).reciprocal()
+    lost = scale.isinf()  # all became 0
+    grid = grid_of(made.fmt)
+    error = torch.where(lost, largest, _error_of(grid, largest * scale) / scale).square()
+    some = (others > 1e-20 * largest.square()) & ~lost
+    signal, noise = normal_moments(grid, (deviation * scale)[some], (largest * scale)[some])
+    error[some] += others[some] * noise / signal
+    error[lost] += others[lost]
+    return decibels((largest.square() + others).sum().item(), error.sum().item())
+
+
+def _error_of(grid: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """How far magnitudes are from the nearest value of a grid."""
+    above = torch.searchsorted(grid, sizes).clamp(1, grid.numel() - 1)
+    return torch.minimum((sizes - grid[above - 1]).abs(), (grid[above] - sizes).abs())

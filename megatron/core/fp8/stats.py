@@ -258,9 +258,9 @@ class StatsCollector:
         self._tallies.clear()
         self._seen.clear()
 
-    def request(self) -> None:
-        """Make the next step due; on all ranks alike."""
-        self._requested = True
+    def request(self, wanted: bool = True) -> None:
+        """Make the next step due, or not by request; on all ranks alike."""
+        self._requested = wanted
 
     @torch.no_grad()
     def note(self, path: str, role: Role, x: torch.Tensor, made: QuantizedTensor) -> None:
@@ -282,6 +282,25 @@ class StatsCollector:
         if before is None or role is not Role.WEIGHT:
             tally = measure(x, made, self.samples)
             self._tallies[key] = tally if before is None else before.plus(tally)
+
+    @torch.no_grad()
+    def note_magnitude(
+        self, path: str, role: Role, amax: torch.Tensor, scale_inv: torch.Tensor
+    ) -> None:
+        """Take note of a tensor that is never whole in high precision, once a step.
+
+        Args:
+            path: The layer.
+            role: Which of its tensors.
+            amax: Its largest magnitude, one element.
+            scale_inv: Inverses of the scales in use.
+        """
+        if not self.due:
+            return
+        self._seen.add(path)
+        if (path, role) not in self._tallies:
+            highest = torch.stack([amax.double(), scale_inv.double().amax()])
+            self._tallies[path, role] = Tally(highest, highest.new_zeros(len(_SUMS)))
 
     @torch.no_grad()
     def note_slots(self, slots: Iterable[tuple[str, Role, Slot]]) -> None:

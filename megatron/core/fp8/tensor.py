@@ -149,7 +149,7 @@ class QuantizedTensor:
 
 def _is_turned(data: torch.Tensor) -> bool:
     """Whether a matrix lies in memory column by column."""
-    return not data.is_contiguous() and data.t().is_contiguous()
+    return data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous()
 
 
 def taken_apart(x: torch.Tensor | QuantizedTensor | None) -> tuple[SavedTensors, Any]:

@@ -24,21 +24,16 @@ from megatron.core.fp8.kernels.compiled import (
     widened,
 )
 from megatron.core.fp8.kernels.compiled_blocks import block_value
-from megatron.core.fp8.kernels.plain_fp4 import (
-    BLOCK,
-    PHILOX_KEY_STEPS,
-    PHILOX_MULTIPLIERS,
-    PHILOX_ROUNDS,
-    SIGNS,
-    Draw,
-)
+from megatron.core.fp8.kernels.plain_fp4 import BLOCK, SIGNS, Draw
 from megatron.core.fp8.scales import FLT_MAX
 
 _STRIP = 512  # columns worked on at once
 _LARGEST = np.float32(FLT_MAX)
 _SIGNS = np.array(SIGNS, dtype=np.float32)
-_M0, _M1 = (np.uint64(m) for m in PHILOX_MULTIPLIERS)
-_S0, _S1 = (np.uint64(s) for s in PHILOX_KEY_STEPS)
+# Philox4x32. Compiled code is kept on disk until this file changes, so its constants stand here.
+_ROUNDS = 7
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_S0, _S1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -141,7 +136,7 @@ def _draw(words: np.ndarray, row: Any, group: Any, stream: Any, k0: Any, k1: Any
     for g in range(words.size // 4):
         c0, c1, c2, c3 = np.uint64(group + g), row, stream, np.uint64(0)
         a0, a1 = k0, k1
-        for _ in range(PHILOX_ROUNDS):
+        for _ in range(_ROUNDS):
             p, q = c0 * _M0, c2 * _M1
             c0, c2 = (q >> _HALF) ^ c1 ^ a0, (p >> _HALF) ^ c3 ^ a1
             c1, c3 = q & _WORD, p & _WORD

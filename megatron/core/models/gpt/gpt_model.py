@@ -29,6 +29,8 @@ _OUTSIDE_FP8 = (
     ("word_embeddings", "table lookup", "not an FP8 consumer: a lookup is no matrix product"),
 )
 _ROUTER = "not an FP8 consumer: --moe-router-dtype"
+# Layers of torch's own, from somebody's specification: they multiply, and not in FP8.
+_NO_FP8_PATH = (nn.Linear, nn.Bilinear, nn.Conv1d, nn.MultiheadAttention)
 
 
 class GPTModel(nn.Module):
@@ -172,6 +174,10 @@ class GPTModel(nn.Module):
             rows += group_rows(getattr(module, "precisions", ()), path)
             if isinstance(module, MoELayer):
                 rows += module.precision_rows
+            if isinstance(module, _NO_FP8_PATH):
+                kind = f"torch.nn.{type(module).__name__}"
+                wanted = f"fp8 {self.config.fp8_recipe}" if self.config.fp8_format else plain
+                rows.append(PrecisionRow(path, "all", wanted, plain, kind, f"{kind}: no FP8 path"))
             for name, kernel, reason in _OUTSIDE_FP8:
                 if path.endswith(name):
                     rows.append(PrecisionRow(path, "all", plain, plain, kernel, reason))
