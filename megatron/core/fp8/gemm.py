@@ -222,7 +222,7 @@ def _emulation_dtype(held: torch.Tensor, out_dtype: torch.dtype, emulation: str)
 
 
 def _on_hardware(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    return not a.is_held and not b.is_held and not _by_blocks(a, b)
+    return not a.is_held and not b.is_held
 
 
 def _by_blocks(a: QuantizedTensor, b: QuantizedTensor) -> bool:
