@@ -136,7 +136,8 @@ def padding(c: Any) -> str:
     Args:
         c: A finished configuration.
     """
-    found, multiple = {}, _PADDED.get(c.fp8_recipe, ALIGNMENT)
+    found = {}
+    multiple = max((_PADDED.get(name, ALIGNMENT) for name in recipes_in_use(c)), default=1)
     for _, what, size, _ in extents(c):
         if size % multiple:
             padded = nearest_multiples(size, multiple)[-1]

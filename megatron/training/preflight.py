@@ -21,6 +21,7 @@ from megatron.config import RunConfig
 from megatron.config.alignment import misaligned, padding
 from megatron.config.cli import parse, read_settings
 from megatron.config.draft import own_world_size
+from megatron.config.fp8_policy import recipes_in_use
 from megatron.core.backends.registry import choose
 from megatron.core.backends.te import TransformerEngineBackend, installed_version
 from megatron.core.capability import cpu_bf16_gemm
@@ -260,7 +261,7 @@ def run(cfg: RunConfig) -> Iterator[Finding]:
     except BackendUnavailable as error:
         yield Finding("run", "layer backend", LESS, f"the run would stop: {error}")
     yield Finding("run", "attention", OK, _attention(cfg, backend, on_cuda))
-    if cfg.fp8_format is None:
+    if not recipes_in_use(cfg):
         yield Finding("run", "precision", OK, "no FP8 (no --fp8-format)")
     elif backend == "transformer_engine":
         yield from _engine_sizes(cfg)

@@ -16,6 +16,7 @@ from megatron.core.capability import Target
 from megatron.core.fp8 import PrecisionRow, Recipe, Role
 from megatron.core.fp8.gemm import kernel_name
 from megatron.core.fp8.hardware import GEMMS, OPERANDS, Verdict, plans, verdict
+from megatron.core.fp8.nvfp4 import NVFP4BlockScaling
 from megatron.core.fp8.precision import LinearPrecision
 from megatron.core.fp8.recipe import (
     DelayedScaling,
@@ -26,12 +27,13 @@ from megatron.core.fp8.recipe import (
 from megatron.training.dry_run.trace import paper_mesh, paper_runtime
 from megatron.training.providers import build_gpt
 
-#: The recipes as they are by default, by `--fp8-recipe`.
+#: The recipes as they are by default, by `--fp8-recipe` and `--fp4-recipe`.
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(),
     "tensorwise": Float8CurrentScaling(),
     "blockwise": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
 }
 
 
@@ -138,7 +140,7 @@ def rows_of_layers(layers: Iterable[LinearPrecision], place: Place) -> list[Prec
         recipe, state = layer.decision.recipe, layer.state
         for gemm in GEMMS:
             row = layer.row(gemm)
-            if recipe is not None and row.delivered.startswith("fp8"):
+            if recipe is not None and layer.active and layer.decision.runs(gemm):
                 kernel, reason = place.kernel(recipe, gemm, state.emulation, state.params_dtype)
                 row = replace(row, kernel=kernel, reason=reason)
             rows.append(row)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.config.fp8_policy import recipes_in_use
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.native import NativeBackend
 from megatron.core.backends.te import TransformerEngineBackend
 from megatron.core.errors import BackendUnavailable, complaint
+
+if TYPE_CHECKING:
+    from megatron.config import RunConfig
 
 ALIASES = {"local": "native", "te": "transformer_engine"}
 
@@ -49,30 +53,29 @@ def backends() -> list[Backend]:
 
 
 def choose(
-    config: Any, device: torch.device | str, candidates: Sequence[Backend] | None = None
+    config: RunConfig, device: torch.device | str, candidates: Sequence[Backend] | None = None
 ) -> Choice:
     """Choose the backend for a run by its configuration.
 
     Args:
-        config: Anything with the fields `transformer_impl`, `fp8_format`, `fp8_recipe` and
-            `fp8_allow_fallback`.
+        config: The finished configuration.
         device: Where the model will live.
         candidates: The backends to choose from; by default all of them.
 
     Raises:
         BackendUnavailable: As `resolve`, unless FP8 may fall back: then native runs instead.
     """
-    recipe = config.fp8_recipe if config.fp8_format else None
+    recipes = sorted(recipes_in_use(config))
     try:
-        backend, reason = resolve(config.transformer_impl, device, candidates, recipe)
+        backend, reason = resolve(config.transformer_impl, device, candidates, recipes)
     except BackendUnavailable:
         wanted = ALIASES.get(config.transformer_impl, config.transformer_impl)
         known = list(candidates) if candidates is not None else backends()
         asked = [backend for backend in known if backend.name == wanted]
-        if recipe is None or not config.fp8_allow_fallback or not asked:
+        if not recipes or not config.fp8_allow_fallback or not asked:
             raise
         backend, reason = resolve("native", device, known)
-        why = _can_run(asked[0], torch.device(device), recipe)[1]
+        why = _can_run(asked[0], torch.device(device), recipes)[1]
         return Choice(backend, f"in place of {wanted}: {why}", wanted, why)
     return Choice(backend, reason)
 
@@ -81,7 +84,7 @@ def resolve(
     name: str,
     device: torch.device | str,
     candidates: Sequence[Backend] | None = None,
-    recipe: str | None = None,
+    recipes: Sequence[str] = (),
 ) -> tuple[Backend, str]:
     """Choose the backend for a run.
 
@@ -89,7 +92,7 @@ def resolve(
         name: `auto`, or the name of a backend. `auto` takes the first one that can run.
         device: Where the model will live.
         candidates: The backends to choose from; by default all of them.
-        recipe: The FP8 recipe that it has to have, by its name in `--fp8-recipe`.
+        recipes: Those that it has to have, by their names in `--fp8-recipe` or `--fp4-recipe`.
 
     Returns:
         The backend, and one line that says why it was chosen.
@@ -100,7 +103,7 @@ def resolve(
     """
     known = list(candidates) if candidates is not None else backends()
     where = torch.device(device)
-    verdicts = [(backend, *_can_run(backend, where, recipe)) for backend in known]
+    verdicts = [(backend, *_can_run(backend, where, recipes)) for backend in known]
     wanted = ALIASES.get(name, name)
     if wanted == "auto":
         refused = [f"{b.name}: {reason}" for b, able, reason in verdicts if not able]
@@ -116,17 +119,18 @@ def resolve(
     usable = ["auto", *(b.name for b, able, _ in verdicts if able)]
     why = f"It cannot run on {device} here ({table})"
     fix = f"Choose {' or '.join(usable)}"
-    if recipe is not None:
+    if recipes:
         fix += ", or pass --fp8-allow-fallback to take native with a warning"
     raise BackendUnavailable(complaint("--transformer-impl", name, why, fix))
 
 
-def _can_run(backend: Backend, device: torch.device, recipe: str | None) -> tuple[bool, str]:
+def _can_run(backend: Backend, device: torch.device, recipes: Sequence[str]) -> tuple[bool, str]:
     able, reason = backend.availability()
     if able and backend.name == "transformer_engine" and device.type != "cuda":
         return False, f"it runs on CUDA devices only, and this run uses {device.type}"
-    if able and recipe is not None and isinstance(backend, TransformerEngineBackend):
-        has, why = backend.recipe_support(recipe)
-        if not has:
-            return False, f"it has no --fp8-recipe {recipe} on this device: {why}"
+    if able and isinstance(backend, TransformerEngineBackend):
+        for recipe in recipes:
+            has, why = backend.recipe_support(recipe)
+            if not has:
+                return False, f"it does not run the recipe {recipe} on this device: {why}"
     return able, reason

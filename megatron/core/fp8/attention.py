@@ -248,8 +248,7 @@ class AttentionPrecision:
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """As `Quantizer.cast`; the result owns its inverse scale."""
         if self.state.hardware:
-            amax = kernels.amax(x) if want_amax else None
-            data = kernels.cast(x, scale, fmt)
+            data, _, amax = kernels.cast_once(x, scale, fmt, want_amax=want_amax)
         else:
             data, amax = kernels.round_to_grid(x, scale, fmt, want_amax=want_amax)
         return QuantizedTensor(data, scale.reciprocal(), fmt), amax

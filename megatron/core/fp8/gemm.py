@@ -63,12 +63,12 @@ def gemm_nt(
         `[M, N]`.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        if emulation == HOPPER and not _on_hardware(a, b):
+        if emulation == HOPPER and not _one_call(a, b):
             made = accumulation.multiply(a, b, split=not fast_accum)
             made = made if bias is None else made.add_(bias.float())
             return made.to(out_dtype) if out is None else _put(made, out)
         a, b = a.uniform(), b.uniform()
-        if _on_hardware(a, b):
+        if not a.is_held and not b.is_held:
             product = multiply(a, b, out_dtype, bias, fast_accum, out)
             if product is not None:
                 return product
@@ -138,7 +138,7 @@ def gemm_nt_accumulate(
     No rounding between the fp32 accumulator and `out`, unless the product itself runs in bf16.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        if emulation == HOPPER and not _on_hardware(a, b):
+        if emulation == HOPPER and not _one_call(a, b):
             out.add_(accumulation.multiply(a, b, split=True))
             return
         a, b = a.uniform(), b.uniform()
@@ -221,8 +221,9 @@ def _emulation_dtype(held: torch.Tensor, out_dtype: torch.dtype, emulation: str)
     return _compute_dtype(held) if fast else torch.float32
 
 
-def _on_hardware(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    return not a.is_held and not b.is_held
+def _one_call(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether torch multiplies these operands on every device, with one scale for each."""
+    return not a.is_held and not b.is_held and not _by_blocks(a, b)
 
 
 def _by_blocks(a: QuantizedTensor, b: QuantizedTensor) -> bool:

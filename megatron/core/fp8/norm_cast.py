@@ -59,8 +59,11 @@ def norm_and_cast(
     Returns:
         None where norm and cast have to be two steps.
     """
-    if not precision.active or not precision.decision.wgrad:
-        return None  # without an FP8 weight gradient the layer needs the values themselves
+    decision, stats = precision.decision, precision.state.stats
+    if not (precision.active and decision.fprop and decision.wgrad):
+        return None  # some product needs the values themselves
+    if stats is not None and stats.due:
+        return None  # and so do the figures of this step, recomputed or not
     quantizer = precision.quantizer(Role.INPUT)
     able = quantizer.hardware and quantizer.casts_norms and kernels.can_norm(x)
     if not able or not has_norm_grad(x.device, shift is not None):
