@@ -24,6 +24,7 @@ FP8 = ["--fp8-format", "hybrid", "--fp8-recipe"]
 DELAYED = [*FP8, "delayed", "--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"]
 MXFP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
 PRECISIONS = {"bf16": [], "delayed": DELAYED, "tensorwise": [*FP8, "tensorwise"], "mxfp8": MXFP8}
+PRECISIONS["nvfp4"] = ["--fp4-format", "e2m1"]
 LAYOUTS = {
     "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "dp2": [],
@@ -66,7 +67,7 @@ def assert_same(first, second):
 
 
 CASES = [(p, layout) for p in ("bf16", "delayed", "tensorwise") for layout in ("tp2", "dp2")]
-CASES += [("mxfp8", "tp2")]
+CASES += [("mxfp8", "tp2"), ("nvfp4", "tp2")]
 CASES += [("delayed", "dp2 own scales"), ("bf16", "cp2")]
 CASES += [("delayed", "cp2"), ("delayed", "cp2 own scales")]
 CASES += [("bf16", "dp2 sharded"), ("delayed", "dp2 sharded")]
