@@ -49,8 +49,15 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 	$(PIP_INSTALL) -e ".[fast,hf,plot]"
 	touch $@
 
+# One test looks at a page in a browser; it is skipped where there is none and none can be installed.
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
+APT := timeout 180 apt-get -qq -o=Dpkg::Use-Pty=0
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP_INSTALL) -e ".[fast,hf,plot,test,dev]"
+	@for name in $(BROWSERS); do command -v $$name > /dev/null && exit 0; done; \
+	  test "$$(id -u)" = 0 && command -v apt-get > /dev/null && export DEBIAN_FRONTEND=noninteractive && \
+	  { $(APT) update; $(APT) install -y --no-install-recommends chromium fonts-dejavu-core; } > /dev/null 2>&1 || \
+	  echo "no browser: the test that looks at the FP8 report in one will be skipped"
 	touch $@ $(VENV)/.run
 
 clean:

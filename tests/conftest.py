@@ -26,7 +26,8 @@ def pytest_collection_modifyitems(config, items):
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     cuda = torch.cuda.is_available()
     for item in items:
-        if "network" in item.keywords and not config.getoption("--network"):
+        # Not `item.keywords`: folders are among them, and a checkout may be called gpu.
+        if item.get_closest_marker("network") and not config.getoption("--network"):
             item.add_marker(no_network)
-        if "gpu" in item.keywords and not cuda:
+        if item.get_closest_marker("gpu") and not cuda:
             item.add_marker(no_gpu)

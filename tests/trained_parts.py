@@ -46,7 +46,8 @@ def store(cfg, mesh, parts, iteration=2):
     progress = Progress(iteration=iteration)
     return save_checkpoint(
         cfg, mesh, model=parts.model, optimizer=parts.optimizer, scheduler=parts.scheduler,
-        fp8=parts.fp8, progress=progress, say=lambda line: None,
+        fp8=parts.fp8, progress=progress, residual=parts.residual(cfg, mesh),
+        say=lambda line: None,
     )  # fmt: skip
 
 
@@ -55,7 +56,8 @@ def fetch(cfg, mesh, parts):
     said = []
     assert load_checkpoint(
         cfg, mesh, model=parts.model, optimizer=parts.optimizer, scheduler=parts.scheduler,
-        fp8=parts.fp8, progress=Progress(), say=said.append,
+        fp8=parts.fp8, progress=Progress(), residual=parts.residual(cfg, mesh),
+        say=said.append,
     )  # fmt: skip
     return said
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError, RunConfig
 from megatron.config.cli import parse, read_settings
-from megatron.config.draft import Draft
+from megatron.config.draft import own_world_size
 from megatron.config.schema import SPECS
 from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
 from megatron.core.errors import MegatronError, complaint
@@ -74,22 +74,6 @@ def make_parser() -> ToolParser:
 
 
 # -- input --------------------------------------------------------------------------------------
-
-
-def own_world_size(fields: Mapping[str, Any]) -> int:
-    """Return the smallest number of processes on which a run's own layout fits."""
-    values = Draft(fields, 1).values
-
-    def size(name: str) -> int:
-        value = values.get(name)
-        return value if isinstance(value, int) and value > 0 else 1
-
-    tp, pp = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
-    dense = tp * size("context_parallel_size")
-    etp = size("expert_tensor_parallel_size") if fields.get("expert_tensor_parallel_size") else tp
-    ep = size("expert_model_parallel_size")
-    replica = pp * (math.lcm(dense, etp * ep) if ep > 1 else dense)
-    return replica * size("num_distributed_optimizer_instances")
 
 
 def read_config(tokens: Sequence[str]) -> RunConfig:

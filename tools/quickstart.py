@@ -160,6 +160,25 @@ def compare_with_unigrams(log: Path, entropy: float, required: bool) -> None:
         )
 
 
+def training(work: Path, run: Path) -> list[str]:
+    """Return the command that trains.
+
+    Args:
+        work: Where the corpus and its tokenizer are.
+        run: Where checkpoints and logs go.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "pretrain_gpt.py", "--config", CONFIG]
+    command += ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    command += ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"]
+    command += ["--data-path", str(work / "corpus_text_document")]
+    command += ["--data-cache-path", str(work / "cache")]
+    command += ["--tokenizer-model", str(work / "tokenizer.model")]
+    command += ["--save", str(run), "--load", str(run)]
+    command += ["--tensorboard-dir", str(run / "tensorboard"), "--fp8-stats-interval", "10"]
+    return [*command, "--dllogger-json", str(run / "log.json")]
+
+
 def main() -> None:
     """Run the whole chain."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -194,12 +213,7 @@ def main() -> None:
         inputs=[work / "corpus_text_document.idx"],
         outputs=[statistics],
     )
-    train = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    train += ["pretrain_gpt.py", "--config", CONFIG, "--tensor-model-parallel-size", "2"]
-    train += ["--sequence-parallel", "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"]
-    train += ["--data-path", f"{prefix}_text_document", "--data-cache-path", str(work / "cache")]
-    train += ["--tokenizer-model", str(tokenizer), "--save", str(run), "--load", str(run)]
-    train += ["--tensorboard-dir", str(run / "tensorboard")]
+    train = training(work, run)
     if args.train_iters:
         train += ["--train-iters", str(args.train_iters)]
     steps.run(
@@ -220,6 +234,12 @@ def main() -> None:
         outputs=[work / "loss.png"],
     )
     steps.run(
+        "show what FP8 did",
+        [python, "tools/fp8_report.py", str(run), "--output", str(work / "fp8_report.html")],
+        inputs=[ROOT / "tools/fp8_report_page.html", log],
+        outputs=[work / "fp8_report.html"],
+    )
+    steps.run(
         "export to HuggingFace",
         [python, "tools/checkpoint/convert.py", "--model-type", "GPT", "--loader", "megatron"]
         + ["--saver", "huggingface", "--load-dir", str(run), "--save-dir", str(exported)]
@@ -234,7 +254,8 @@ def main() -> None:
         + ["--max-new-tokens", "120", "--temperature", "0.8", "--top-k", "40"],
         always=True,
     )
-    print(f"\nDone. Loss curve: {work / 'loss.png'}. HuggingFace model: {exported}.")
+    print(f"\nDone. Loss curve: {work / 'loss.png'}, FP8: {work / 'fp8_report.html'}.")
+    print(f"HuggingFace model: {exported}.")
 
 
 if __name__ == "__main__":

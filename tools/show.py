@@ -4,6 +4,8 @@
     python tools/show.py schedule --pp 4 --microbatches 8 --schedule interleaved --vpp 2
     python tools/show.py schedule --pp 4 --microbatches 8 --schedule zb-h1
     python tools/show.py comm --config configs/llama3_8b.yaml --fake-world-size 64
+    python tools/show.py gemm --device-capability 9.0
+    python tools/show.py gemm --config configs/llama3_8b.yaml --fp8-format e4m3 --fp8-recipe mxfp8
 
 schedule: one line a pipeline rank and one column a time step; ``3`` is the forward pass of
 microbatch 3, ``3'`` its backward pass, ``3w`` its weight pass in a schedule that has them, ``.``
@@ -12,6 +14,9 @@ idle time. With virtual stages a letter names the rank's stage, as in ``a3``.
 comm: what a rank sends in a training step, by part of the step, and what FP8 saves of it and
 spends on scales, with the flags that decide about it. It takes the flags of pretrain_gpt.py, needs
 no other process, and shows ranks that send the same once.
+
+gemm: which kernel multiplies FP8 operands, and why, on this machine or on a device of another
+compute capability: for every recipe, or with a run's flags for every layer of its model.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -159,20 +165,78 @@ def show_communication(args: argparse.Namespace, flags: Sequence[str]) -> None:
         print("\n".join(f"  {line}" for line in (*lines(rows), *saving_lines(rows))))
 
 
+def show_products(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Print which kernel multiplies what.
+
+    Args:
+        args: `device_capability` and `json`.
+        flags: Those of the run; none for a table of recipes.
+    """
+    from megatron.core.fp8 import kernels
+    from megatron.training.products import Place, rows_of_recipes, table
+
+    wanted = args.device_capability
+    try:
+        place = Place.here() if wanted is None else Place.imagined(wanted)
+    except ValueError:
+        why = "It is neither cpu nor a compute capability"
+        return _refused(complaint("--device-capability", wanted, why, "Write cpu, or as in 9.0"))
+    result: dict[str, object] = {"device": place.describe()}
+    if flags:
+        result["layers"], text = _layers_on(place, flags)
+    else:
+        rows = rows_of_recipes(place)
+        result["recipes"], text = rows, table(rows)
+    if place.device is not None:
+        result["casts"] = kernels.describe(place.device)
+    if args.json:
+        print(json.dumps(result, indent=1))
+        return 0
+    print(f"FP8 products on {result['device']}")
+    print(text)
+    for group, why in kernels.describe(place.device).items() if place.device is not None else ():
+        print(f"kernels that cast ({group}): {why}")
+    return 0
+
+
+def _layers_on(place: Any, flags: Sequence[str]) -> tuple[list[dict[str, object]], str]:
+    """The precision table of a run's model on a device, as entries and as text."""
+    from dataclasses import asdict
+
+    from megatron.config.alignment import padding
+    from megatron.observe.lines import precision_table
+    from megatron.training.precision import summarize
+    from megatron.training.preflight import read_run
+    from megatron.training.products import layers_on_paper, rows_of_layers
+
+    config = read_run(flags)
+    layers = layers_on_paper(config)
+    lines = summarize(rows_of_layers(layers, place)).lines
+    recipes = {layer.state.recipe for layer in layers} - {None}
+    padded = any(place.verdict(recipe).hardware for recipe in recipes) and padding(config)
+    text = "\n".join(filter(None, (precision_table(lines), padded)))
+    return [asdict(line) for line in lines], text
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = ToolParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="schedule|comm", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="schedule|comm|gemm", required=True)
     _add_schedule(commands.add_parser("schedule", help="a pipeline schedule on a time axis"))
     comm = commands.add_parser("comm", help="what a rank sends in a step; takes a run's flags")
     comm.add_argument("--rank", type=int, help="one rank (default: all that send something else)")
     comm.add_argument("--json", action="store_true", help="machine-readable, in bytes")
+    gemm = commands.add_parser("gemm", help="which kernel multiplies FP8 operands, and why")
+    gemm.add_argument("--device-capability", help="cpu, or a compute capability (default: here)")
+    gemm.add_argument("--json", action="store_true", help="machine-readable")
     args, flags = parser.parse_known_args(argv)
     if args.command == "schedule" and flags:
         parser.parse_args(argv)  # says what is wrong with them
     try:
         if args.command == "schedule":
             return show_schedule(args)
+        if args.command == "gemm":
+            return show_products(args, flags)
         show_communication(args, flags)
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -3,6 +3,8 @@
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.fp8 import Fp8Config
+from megatron.config.fp8_guards import Fp8GuardsConfig
+from megatron.config.fp8_stats import Fp8StatsConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoeConfig
@@ -17,6 +19,8 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "Fp8Config",
+    "Fp8GuardsConfig",
+    "Fp8StatsConfig",
     "LoggingConfig",
     "ModelConfig",
     "MoeConfig",

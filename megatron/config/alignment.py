@@ -13,6 +13,7 @@ from megatron.config.problems import Problem
 
 ALIGNMENT = 16
 _WIDER = {"mxfp8": 32}  # a block of scales may not be cut
+_PADDED = {"mxfp8": 32, "blockwise": 128}  # whole blocks
 
 Extent = tuple[tuple[str, ...], str, int, int]
 
@@ -135,12 +136,12 @@ def padding(c: Any) -> str:
     Args:
         c: A finished configuration.
     """
-    found = {}
+    found, multiple = {}, _PADDED.get(c.fp8_recipe, ALIGNMENT)
     for _, what, size, _ in extents(c):
-        if size % ALIGNMENT:
-            padded = nearest_multiples(size, ALIGNMENT)[-1]
+        if size % multiple:
+            padded = nearest_multiples(size, multiple)[-1]
             found[what] = f"{what} {size} as {padded} (+{padded / size - 1:.1%})"
     if not found:
         return ""
     listed = ", ".join(found.values())
-    return f"FP8 products are padded with zeros to multiples of {ALIGNMENT}: {listed}"
+    return f"FP8 products are padded with zeros to multiples of {multiple}: {listed}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -255,6 +256,10 @@ def _derive_data(c: Draft) -> None:
         c.fill("padded_vocab_size", padded)
 
 
+def _derive_replicas(c: Draft) -> None:
+    c.fill("grad_reduce_dtype", "bf16" if c.grad_reduce_in_bf16 else "fp32")
+
+
 def _notice_gradient_format(c: Draft) -> None:
     for recipe in fp8_policy.hybrid_recipes(c):
         if published_format(recipe) != "e4m3":
@@ -282,6 +287,7 @@ _STEPS: tuple[Callable[[Draft], None], ...] = (
     _derive_mesh,
     _derive_experts,
     _derive_duration,
+    _derive_replicas,
     _notice_early_end,
     _notice_gradient_format,
     _derive_data,
@@ -292,3 +298,23 @@ def derive(draft: Draft) -> None:
     """Fill every field that follows from others; tolerates values the rules will refuse."""
     for step in _STEPS:
         step(draft)
+
+
+def own_world_size(fields: Mapping[str, Any]) -> int:
+    """Return the smallest number of processes on which a run's own layout fits.
+
+    Args:
+        fields: Settings as they are written, see `cli.read_settings`.
+    """
+    values = Draft(fields, 1).values
+
+    def size(name: str) -> int:
+        value = values.get(name)
+        return value if isinstance(value, int) and value > 0 else 1
+
+    tp, pp = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
+    dense = tp * size("context_parallel_size")
+    etp = size("expert_tensor_parallel_size") if fields.get("expert_tensor_parallel_size") else tp
+    ep = size("expert_model_parallel_size")
+    replica = pp * (math.lcm(dense, etp * ep) if ep > 1 else dense)
+    return replica * size("num_distributed_optimizer_instances")

@@ -102,6 +102,12 @@ class Fp8Config:
         help="Without FP8 hardware: accumulate through a bf16 product where that is within one"
         " bf16 unit (fast), or in fp32 with one rounding (exact).",
     )
+    fp8_emulate_accumulation: str = field(
+        "fp32",
+        choices=("fp32", "hopper"),
+        help="Without FP8 hardware: add the products of linear layers up in fp32, or as Hopper's"
+        " tensor cores do, in 14 bits (to study what that does; slow).",
+    )
     fp8_allow_fallback: bool = field(
         False, help="Go on when a layer cannot run in the precision that was asked for."
     )

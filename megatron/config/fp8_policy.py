@@ -24,6 +24,7 @@ from megatron.config.yaml_text import read_text
 
 FLAG = "--fp8-policy"
 PLAIN = "bf16"
+ATTENTION = "core_attention"
 GEMMS = ("fprop", "dgrad", "wgrad")
 KEYS = ("module", "layers", "recipe", "format", *GEMMS, "reason")
 EXAMPLE = 'Write rules such as `- {module: "*.mlp.linear_fc2", recipe: bf16}` below `rules:`'
@@ -273,16 +274,19 @@ def _rule(number: int, entry: dict[str, Any]) -> PolicyRule:
 # -- the layers of a model ------------------------------------------------------------------------
 
 
-def linear_paths(c: Any) -> list[str]:
-    """Paths of the linear layers that FP8 is for, experts of one matrix as one.
+def fp8_paths(c: Any) -> list[str]:
+    """Paths of what FP8 is for: linear layers, experts of one matrix as one, and FP8 attention.
 
     Args:
         c: Anything with the settings' names, of which the model's can be read.
     """
     paths = []
+    attention = ["linear_qkv", "linear_proj"]
+    if c.fp8_dot_product_attention:
+        attention.insert(1, ATTENTION)
     for number, has_experts in enumerate(moe_layers(c)):
         layer = f"decoder.layers.{number}"
-        paths += [f"{layer}.self_attention.linear_qkv", f"{layer}.self_attention.linear_proj"]
+        paths += [f"{layer}.self_attention.{name}" for name in attention]
         mlps = ["mlp"]
         if has_experts:
             mlps = ["mlp.experts"]
@@ -347,8 +351,15 @@ def recipe_at(c: Any, rules: Sequence[PolicyRule], path: str) -> str:
     return str(recipe_of(c) if rule is None or rule.recipe is None else rule.recipe)
 
 
+def attention_recipes(c: Any) -> list[str]:
+    """Names of the recipes that FP8 attention gets, in alphabetical order; `bf16` is none."""
+    rules = _policy_of(c).rules
+    paths = [path for path in _paths_if_known(c) if path.endswith(f".{ATTENTION}")]
+    return sorted({recipe_at(c, rules, path) for path in paths} - {PLAIN})
+
+
 def some_layers_plain(c: Any) -> bool:
-    """Whether some linear layers of an FP8 run compute in high precision, always or at first."""
+    """Whether some layers of an FP8 run compute in high precision, always or at first."""
     if c.fp8_warmup_iters:
         return True
     rules = _policy_of(c).rules
@@ -358,7 +369,7 @@ def some_layers_plain(c: Any) -> bool:
 def _paths_if_known(c: Any) -> list[str]:
     """The model's paths; none where another rule says what is wrong with it."""
     try:
-        return linear_paths(c) if isinstance(c.num_layers, int) else []
+        return fp8_paths(c) if isinstance(c.num_layers, int) else []
     except ValueError:
         return []
 
@@ -389,6 +400,12 @@ def problems(c: Any) -> Iterator[Problem]:
         if stray:
             continue
         taken = {deciding(policy.rules, path) for path in open_paths if rule.fits(path)}
+        own = [path for path in paths if rule.fits(path)]
+        if rule.gemms and own and all(path.endswith(f".{ATTENTION}") for path in own):
+            got = f"rule {rule.number}: {rule.gemms[0][0]} in {where}"
+            why = "Only linear layers have these products"
+            fix = "Give attention a recipe or bf16; --no-fp8-dpa-bwd is for its backward products"
+            yield Problem((FLAG,), got, why, fix)
         if rule not in taken:
             got = f"rule {rule.number} in {where}"
             yield Problem((FLAG,), got, *_decides_nothing(rule, taken, paths, c.num_layers))

@@ -196,7 +196,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "Remove it",
     ),
     "--spec": ("Layers follow from the flags here", "Use --transformer-impl"),
-    "--fp8-param-gather": ("Parameters are not kept in FP8 in this release", "Remove it"),
     "--skip-train": ("Evaluation without training is not in this release", "Remove it"),
     "--use-mp-args-from-checkpoint-args": (
         "Checkpoints load at any parallel layout",

@@ -6,11 +6,14 @@ from megatron.config import (
     rules_data,
     rules_fp8,
     rules_fp8_attention,
+    rules_fp8_stats,
+    rules_guards,
     rules_model,
     rules_moe,
     rules_overlap,
     rules_parallel,
     rules_pipeline,
+    rules_replicas,
     rules_training,
 )
 from megatron.config.draft import Draft
@@ -24,11 +27,14 @@ _LISTED = (
     rules_model,
     rules_fp8,
     rules_fp8_attention,
+    rules_guards,
     rules_moe,
     rules_parallel,
+    rules_replicas,
     rules_overlap,
     rules_pipeline,
     rules_training,
+    rules_fp8_stats,
     rules_data,
 )
 _MODULES = [m.__name__ for m in _LISTED]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron.config.draft import Draft
 from megatron.config.fp8 import published_format
 from megatron.config.fp8_attention import ATTENTION_RECIPES, why_no_attention
+from megatron.config.fp8_policy import attention_recipes
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
 
@@ -47,14 +48,18 @@ def fp8_attention_has_a_recipe(c: Draft) -> Iterator[Problem]:
             "Without --fp8-format nothing runs in FP8",
             f"Add --fp8-format {published_format(c.fp8_recipe)}, or remove it",
         )
-    why = why_no_attention(c.fp8_recipe)
-    if why:
+        return
+    for recipe in attention_recipes(c):
+        why = why_no_attention(recipe)
+        if not why:
+            continue
+        origin = "--fp8-recipe" if c.fp8_policy is None else "--fp8-policy"
         yield Problem(
-            ("--fp8-dot-product-attention", "--fp8-recipe"),
-            c.fp8_recipe,
+            ("--fp8-dot-product-attention", origin),
+            recipe,
             why,
             f"Use --fp8-recipe {' or '.join(ATTENTION_RECIPES)}, or leave attention in high"
-            " precision",
+            " precision (a rule `{module: '*.core_attention', recipe: bf16}` of --fp8-policy)",
         )
 
 

@@ -11,6 +11,7 @@ from megatron.config.fp8_policy import recipes_in_use
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
 
+_ON_HOPPER = ("delayed", "tensorwise", "blockwise")  # recipes that Hopper has products for
 _AT_LEAST_ONE = (
     "num_layers",
     "hidden_size",
@@ -264,7 +265,7 @@ def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
     """FP8 settings are given only when --fp8-format switches FP8 on; some also with FP4."""
     if c.fp8_format is not None or c.broken & {"fp8_format", "fp4_format"}:
         return
-    names: tuple[str, ...] = ("fp8_recipe",)
+    names: tuple[str, ...] = ("fp8_recipe", "fp8_emulate_accumulation")
     if "delayed" not in recipes_in_use(c):
         names = (*names, "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
     if recipe_of(c) is None:
@@ -305,6 +306,36 @@ def history_belongs_to_delayed_scaling(c: Draft) -> Iterator[Problem]:
             ", ".join(str(c.values[n]) for n in (*changed, "fp8_recipe")),
             f"The recipe {c.fp8_recipe} measures each tensor as it is cast and keeps no history",
             f"Remove {' and '.join(flags)}, or use --fp8-recipe delayed",
+        )
+
+
+@rule
+def emulated_sums_are_those_of_hopper(c: Draft) -> Iterator[Problem]:
+    """Hopper's accumulation is emulated on the native backend, for recipes that Hopper has."""
+    if c.fp8_emulate_accumulation != "hopper" or c.fp8_format is None:
+        return
+    flag = "--fp8-emulate-accumulation"
+    others = sorted({c.fp8_recipe, *recipes_in_use(c)} - {*_ON_HOPPER})
+    if others and "fp8_recipe" not in c.broken:
+        yield Problem(
+            (flag, "--fp8-recipe"),
+            f"hopper and {' and '.join(others)}",
+            "Hopper has no products for this recipe",
+            f"Use --fp8-recipe {', '.join(_ON_HOPPER[:-1])} or {_ON_HOPPER[-1]}",
+        )
+    if c.transformer_impl == "transformer_engine":
+        yield Problem(
+            (flag, "--transformer-impl"),
+            "hopper and transformer_engine",
+            "Transformer Engine's products run on FP8 hardware and are not emulated",
+            "Use --transformer-impl native",
+        )
+    if c.given.get("fp8_emulation") == "fast":
+        yield Problem(
+            (flag, "--fp8-emulation"),
+            "hopper and fast",
+            "A fast product leaves the order of the sums to a library",
+            "Remove --fp8-emulation",
         )
 
 

@@ -12,6 +12,9 @@ from megatron.config.data import DataConfig
 from megatron.config.draft import Draft, derive
 from megatron.config.fp8 import Fp8Config
 from megatron.config.fp8_attention import Fp8AttentionConfig
+from megatron.config.fp8_dp import Fp8ReplicasConfig
+from megatron.config.fp8_guards import Fp8GuardsConfig
+from megatron.config.fp8_stats import Fp8StatsConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoeConfig
@@ -41,7 +44,10 @@ class RunConfig:
     moe: MoeConfig
     fp8: Fp8Config
     fp8_attention: Fp8AttentionConfig
+    fp8_guards: Fp8GuardsConfig
+    fp8_stats: Fp8StatsConfig
     parallel: ParallelConfig
+    fp8_dp: Fp8ReplicasConfig
     training: TrainingConfig
     data: DataConfig
     checkpoint: CheckpointConfig

@@ -7,6 +7,9 @@ from megatron.config.data import DataConfig
 from megatron.config.field import Spec, specs_of
 from megatron.config.fp8 import Fp8Config
 from megatron.config.fp8_attention import Fp8AttentionConfig
+from megatron.config.fp8_dp import Fp8ReplicasConfig
+from megatron.config.fp8_guards import Fp8GuardsConfig
+from megatron.config.fp8_stats import Fp8StatsConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoeConfig
@@ -19,7 +22,10 @@ SECTIONS: dict[str, type] = {
     "moe": MoeConfig,
     "fp8": Fp8Config,
     "fp8_attention": Fp8AttentionConfig,
+    "fp8_guards": Fp8GuardsConfig,
+    "fp8_stats": Fp8StatsConfig,
     "parallel": ParallelConfig,
+    "fp8_dp": Fp8ReplicasConfig,
     "training": TrainingConfig,
     "data": DataConfig,
     "checkpoint": CheckpointConfig,

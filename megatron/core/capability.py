@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 FP8_COMPUTE_CAPABILITY = (8, 9)
 
@@ -34,6 +36,55 @@ def cuda() -> Fact:
         return Fact("cuda", False, why)
     major, minor = torch.cuda.get_device_capability()
     return Fact("cuda", True, f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device as far as matrix products depend on it, present or imagined.
+
+    Attributes:
+        kind: `cpu`, `cuda`, or `meta` for tensors on paper.
+        capability: Compute capability; None without CUDA.
+        cuda: Release of CUDA that torch was built with; None if unknown, and then new enough.
+        has_scaled_mm: Whether this torch has `torch.nn.functional.scaled_mm` (2.10 and later).
+        is_rocm: Whether this torch is built for AMD's devices.
+    """
+
+    kind: str
+    capability: tuple[int, int] | None = None
+    cuda: tuple[int, int] | None = None
+    has_scaled_mm: bool = True
+    is_rocm: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """The target that a device is."""
+        if device.type != "cuda":
+            return cls(device.type)
+        return cls._with(torch.cuda.get_device_capability(device))
+
+    @classmethod
+    def imagined(cls, capability: tuple[int, int]) -> Target:
+        """A CUDA device of some compute capability, with the torch that runs here."""
+        return cls._with(capability)
+
+    @classmethod
+    def _with(cls, capability: tuple[int, int]) -> Target:
+        cuda = release(torch.version.cuda)
+        rocm = torch.version.hip is not None
+        return cls("cuda", capability, cuda, hasattr(F, "scaled_mm"), rocm)
+
+    def describe(self) -> str:
+        """In words."""
+        if self.capability is None:
+            return self.kind
+        return f"compute capability {self.capability[0]}.{self.capability[1]}"
+
+
+def release(version: str | None) -> tuple[int, int] | None:
+    """Major and minor number of a version, as `12.9` of `12.9.1`; None if there are none."""
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def has_fp8_hardware(device: torch.device) -> bool:

@@ -34,7 +34,7 @@ class Packing:
 
     Attributes:
         sent: Bytes of a line on the wire.
-        scales: How many of them are scales, or magnitudes that ranks agree on.
+        scales: How many of them are scales, or something else that is there for FP8 alone.
         plain: Bytes of the line in the type that it is sent in without FP8; 0 for what is sent
             because of FP8 only.
     """
@@ -87,8 +87,8 @@ class Transfer:
         return self._sent(self.payload_bytes * self.packing.plain // self.packing.sent)
 
     @property
-    def scale_bytes(self) -> int:
-        """How much of `sent_bytes` is scales."""
+    def spent_bytes(self) -> int:
+        """How much of `sent_bytes` is there for FP8 alone."""
         return self._sent(self.payload_bytes * self.packing.scales // self.packing.sent)
 
     def _sent(self, payload: int) -> int:

@@ -87,6 +87,10 @@ class Bus:
                 self._steps.clear()
                 self._watch.reset()
 
+    def rewind(self, iteration: int) -> None:
+        """Leave the steps after an iteration out of the next summary: they will run again."""
+        self._steps = [step for step in self._steps if step.iteration <= iteration]
+
     def close(self) -> None:
         """Close every sink."""
         for sink in self._sinks:

@@ -67,9 +67,42 @@ class PrecisionLine:
 
 @dataclass(frozen=True)
 class PrecisionTable:
-    """Which GEMM of which layer runs in which precision on which kernel, and why."""
+    """Which GEMM of which layer runs in which precision on which kernel, and why.
+
+    Attributes:
+        lines: The whole model.
+        changed: Whether the run has shown one before, so that the console shows only what does not
+            run as requested.
+    """
 
     lines: tuple[PrecisionLine, ...]
+    changed: bool = False
+
+
+@dataclass(frozen=True)
+class PrecisionChange:
+    """A layer runs in another precision from the next iteration on, and this is why.
+
+    Attributes:
+        iteration: The iteration after which it was decided.
+        layer: Path of the layer; of experts, of the matrix that all of them have.
+        before: How it ran: ``fp8``, ``high precision`` or ``fp8 on probation``.
+        after: How it runs now.
+        rule: ``amax variation``, ``saturation``, ``underflow``, ``gradient norm``, ``probe`` or
+            ``healthy``.
+        what: The reason in words.
+        figures: What the rule looked at, by name.
+        probe_at: Iteration after which it tries FP8 again; 0 if it need not.
+    """
+
+    iteration: int
+    layer: str
+    before: str
+    after: str
+    rule: str
+    what: str
+    figures: Mapping[str, float]
+    probe_at: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,6 +222,35 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
+class Rollback:
+    """Training went wrong, returned to an earlier moment and leaves data out.
+
+    Attributes:
+        iteration: The iteration that was wrong.
+        back_to: The iteration whose end it returned to.
+        reason: What was wrong, in words and figures.
+        loss: Loss of the wrong iteration.
+        grad_norm: Its gradient norm.
+        first_sample: First training sequence that is left out.
+        end_sample: The one after the last that is left out.
+        without_fp8_until: Last iteration that runs without FP8 because of it; 0 for none.
+        count: Rollbacks of the run so far, this one included.
+        limit: How many there may be.
+    """
+
+    iteration: int
+    back_to: int
+    reason: str
+    loss: float
+    grad_norm: float
+    first_sample: int
+    end_sample: int
+    without_fp8_until: int
+    count: int
+    limit: int
+
+
+@dataclass(frozen=True)
 class Incident:
     """Something went wrong that does not stop the run.
 
@@ -198,6 +260,70 @@ class Incident:
     """
 
     what: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Fp8Figures:
+    """What the casts of one tensor of one layer did in one step, over microbatches and ranks.
+
+    Attributes:
+        path: The layer; experts of one layer share a line, with ``*`` for their number.
+        role: Which of its tensors: ``input``, ``weight`` or ``grad_output``.
+        amax: Largest magnitude.
+        scale: The smallest multiplier in use.
+        saturated: Share of elements beyond the format's largest value; None if not measured.
+        underflow: Share of elements that are not zero and became zero; None if not measured.
+        snr_db: Energy of the tensor over that of its error; None if not measured, all zero or
+            without error.
+        elements: How many elements the shares were measured on.
+        nonfinite: How many elements are NaN or infinite.
+    """
+
+    path: str
+    role: str
+    amax: float
+    scale: float
+    saturated: float | None
+    underflow: float | None
+    snr_db: float | None
+    elements: int
+    nonfinite: int = 0
+
+
+@dataclass(frozen=True)
+class Fp8Stats:
+    """The FP8 casts of one iteration, all layers of the model."""
+
+    iteration: int
+    figures: tuple[Fp8Figures, ...]
+
+
+@dataclass(frozen=True)
+class Fp8Alert:
+    """Something about FP8 casts that a user should look at.
+
+    Attributes:
+        iteration: The iteration.
+        kind: ``amax jump``, ``outlier``, ``saturation``, ``underflow``, ``degenerate scale``,
+            ``not finite`` or ``not cast``.
+        path: The layer that shows it most.
+        role: Which of its tensors.
+        value: What was measured.
+        limit: From where it is reported.
+        what: One sentence.
+        others: Further tensors that show it too, as ``path role``.
+        where: Which ranks hold the layer.
+    """
+
+    iteration: int
+    kind: str
+    path: str
+    role: str
+    value: float
+    limit: float
+    what: str
+    others: tuple[str, ...] = ()
     where: str = ""
 
 
@@ -220,11 +346,15 @@ Event = (
     RunStart
     | Message
     | PrecisionTable
+    | PrecisionChange
     | StepEnd
     | IntervalEnd
     | EvalEnd
     | CheckpointSaved
     | MemoryUse
+    | Rollback
     | Incident
+    | Fp8Stats
+    | Fp8Alert
     | RunEnd
 )

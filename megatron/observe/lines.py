@@ -6,10 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from megatron.observe.events import EvalEnd, IntervalEnd, MemoryUse, PrecisionLine
+from megatron.observe.events import (
+    EvalEnd,
+    Fp8Alert,
+    IntervalEnd,
+    MemoryUse,
+    PrecisionChange,
+    PrecisionLine,
+    Rollback,
+)
 
 _DOTS = 48
 _MIB = 1024.0 * 1024.0
+_FIRST = ("all", "qk")  # products of which every attention has one
+_NAMED = 3
 # Rows of the precision table that are no linear layers: shown, but not counted.
 _NOT_LINEAR = ("word_embeddings", "core_attention", "router", "dispatcher")
 
@@ -75,6 +85,40 @@ def stamp(text: str, now: datetime) -> str:
     return f"[{text}] datetime: {now:%Y-%m-%d %H:%M:%S} "
 
 
+def change_line(event: PrecisionChange) -> str:
+    """Return which layer changes its precision, why, and when it tries again."""
+    then = f"; tries FP8 again after iteration {event.probe_at}" if event.probe_at else ""
+    return (
+        f"PRECISION of {event.layer}: {event.before} -> {event.after} after iteration"
+        f" {event.iteration} ({event.what}){then}"
+    )
+
+
+def rollback_line(event: Rollback) -> str:
+    """Return what happened, which samples it costs and how the run goes on."""
+    how = ""
+    if event.without_fp8_until:
+        how = f", without FP8 until iteration {event.without_fp8_until}"
+    return (
+        f"ROLLBACK {event.count} of {event.limit}: {event.reason} at iteration {event.iteration};"
+        f" back to iteration {event.back_to}; samples {event.first_sample} to"
+        f" {event.end_sample - 1} are left out{how}"
+    )
+
+
+def alert_line(alert: Fp8Alert) -> str:
+    """Return a warning about FP8 casts; it names the worst tensor and a few more."""
+    text = f"WARNING: FP8 {alert.kind} at iteration {alert.iteration}: "
+    if alert.where:
+        text += f"[{alert.where}] "
+    text += f"{alert.path} {alert.role}: {alert.what}"
+    if alert.others:
+        count, named = len(alert.others), alert.others[:_NAMED]
+        text += f"; also {', '.join(named)}"
+        text += f" and {count - len(named)} more" if count > len(named) else ""
+    return text
+
+
 def memory_line(use: MemoryUse) -> str:
     """Return one rank's memory in Megatron's form; resident memory of the process off CUDA."""
     labels = ("allocated", "max allocated", "reserved", "max reserved")
@@ -90,8 +134,13 @@ def memory_line(use: MemoryUse) -> str:
     return f"[Rank {use.rank}] (after {use.iteration} iterations) memory (MB) | {shown}"
 
 
-def precision_table(lines: Sequence[PrecisionLine]) -> str:
-    """Return which GEMM runs in which precision, one row a group of equal layers."""
+def precision_table(lines: Sequence[PrecisionLine], changed: bool = False) -> str:
+    """Return which GEMM runs in which precision, one row a group of equal layers.
+
+    Args:
+        lines: The whole model.
+        changed: Whether to show only layers that do not run as requested, in few words.
+    """
     head = ("layer", "gemm", "requested", "delivered", "kernel", "modules", "reason")
     rows = [
         (x.module, x.gemm, x.requested, x.delivered, x.kernel, str(x.count), x.reason)
@@ -107,6 +156,14 @@ def precision_table(lines: Sequence[PrecisionLine]) -> str:
         text = [f"precision: {in_fp4} {every} in FP4"]
     else:
         text = [f"precision: {in_fp8} {every} in FP8" + (f", {in_fp4} in FP4" if in_fp4 else "")]
+    attention = [x for x in lines if x.module.endswith("core_attention") and x.gemm in _FIRST]
+    inside = sum(x.count for x in attention if x.delivered.startswith("fp8"))
+    if inside:
+        text[0] += f", and the attention of {inside} of {sum(x.count for x in attention)} layers"
+    if changed:
+        held = (x for x in lines if x.requested != x.delivered)
+        text += dict.fromkeys(f"  {x.module}: {x.delivered}, {x.reason}" for x in held)
+        return "\n".join(text)
     for row in [head, *rows]:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         text.append(("  " + "  ".join(cells)).rstrip())

@@ -6,10 +6,11 @@ The only file that prints and the only one that imports tracking libraries.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,23 +18,29 @@ from typing import Any, TextIO
 from megatron.config import RunConfig
 from megatron.observe.bus import Sink
 from megatron.observe.events import (
-    CheckpointSaved,
     EvalEnd,
     Event,
+    Fp8Alert,
+    Fp8Figures,
+    Fp8Stats,
     Incident,
     IntervalEnd,
     MemoryUse,
     Message,
+    PrecisionChange,
     PrecisionTable,
-    RunEnd,
+    Rollback,
     RunStart,
     StepEnd,
 )
 from megatron.observe.lines import (
+    alert_line,
     arguments_dump,
+    change_line,
     memory_line,
     perplexity,
     precision_table,
+    rollback_line,
     training_line,
     validation_lines,
 )
@@ -71,8 +78,14 @@ class ConsoleSink:
     def _speak_for_the_run(self, event: Event) -> None:
         if isinstance(event, Message):
             print(event.text, flush=True)
+        elif isinstance(event, Fp8Alert):
+            print(alert_line(event), file=sys.stderr, flush=True)
         elif isinstance(event, PrecisionTable):
-            print(precision_table(event.lines), flush=True)
+            print(precision_table(event.lines, event.changed), flush=True)
+        elif isinstance(event, PrecisionChange):
+            print(change_line(event), flush=True)
+        elif isinstance(event, Rollback):
+            print(rollback_line(event), flush=True)
         elif isinstance(event, RunStart):
             print(arguments_dump(event.config), flush=True)
             print(
@@ -136,7 +149,7 @@ class DlloggerSink:
         self._started = time.time()
 
     def handle(self, event: Event) -> None:
-        """Write one line for the kinds of events that a log reader wants."""
+        """Write one line, but for text and what every step or every rank says."""
         if isinstance(event, RunStart):
             self._write("PARAMETER", asdict(event))
         elif isinstance(event, IntervalEnd):
@@ -144,8 +157,8 @@ class DlloggerSink:
         elif isinstance(event, EvalEnd):
             figures = {f"validation {n}": v for n, v in event.losses.items()}
             self._write(event.iteration, {"at": event.prefix, **figures})
-        elif isinstance(event, PrecisionTable | CheckpointSaved | RunEnd | Incident):
-            self._write([], {type(event).__name__: asdict(event)})
+        elif not isinstance(event, Message | StepEnd | MemoryUse):
+            self._write([], {type(event).__name__: _plain(event)})
 
     def _write(self, step: object, data: dict[str, Any]) -> None:
         now = time.time()
@@ -163,6 +176,24 @@ class DlloggerSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _plain(event: Event) -> dict[str, Any]:
+    """An event as JSON has it. Figures of casts go by columns, which is a third as long."""
+    if not isinstance(event, Fp8Stats):
+        return asdict(event)
+    columns = {
+        column.name: [_rounded(getattr(one, column.name)) for one in event.figures]
+        for column in fields(Fp8Figures)
+    }
+    return {"iteration": event.iteration, **columns}
+
+
+def _rounded(value: object) -> object:
+    """A number with the digits that fp32 has; None for what JSON cannot say."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if math.isfinite(value) else None
 
 
 def _interval_figures(event: IntervalEnd) -> Iterator[tuple[str, float]]:
@@ -221,6 +252,8 @@ class ScalarSink:
             self._write("mem-allocated-bytes", event.allocated_bytes, event.iteration)
             self._write("mem-max-allocated-bytes", event.peak_allocated_bytes, event.iteration)
             self._write("mem-reserved-bytes", event.reserved_bytes, event.iteration)
+        elif isinstance(event, Fp8Stats):
+            self._write_fp8(event)
 
     def _step_scalars(self, step: StepEnd) -> Iterator[tuple[str, float]]:
         yield "learning-rate", step.learning_rate
@@ -235,6 +268,13 @@ class ScalarSink:
             value = getattr(step, name)
             if value is not None:
                 yield name.replace("_", "-"), value
+
+    def _write_fp8(self, event: Fp8Stats) -> None:
+        for one in event.figures:
+            for name in ("amax", "scale", "saturated", "underflow", "snr_db"):
+                value = getattr(one, name)
+                if value is not None:
+                    self._write(f"fp8 {name}/{one.path}/{one.role}", value, event.iteration)
 
     def _write_evaluation(self, event: EvalEnd) -> None:
         for name, value in event.losses.items():

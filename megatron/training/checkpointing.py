@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.core.dist_checkpointing import directory as place
@@ -28,6 +28,8 @@ from megatron.core.mesh import ParallelState
 from megatron.core.shards import FlatRange
 from megatron.training import checkpoint_config, fp8_entries, random_state
 from megatron.training.progress import Progress
+from megatron.training.residual_entries import PREFIX as RESIDUAL_PREFIX
+from megatron.training.residual_entries import Residual
 
 Say = Callable[[str], None]
 CHECKPOINT_VERSION = 3.0
@@ -55,8 +57,11 @@ class Optimizer(Protocol):
     def load_scalars(self, values: Mapping[str, Any]) -> None:
         """Take over what ``scalars`` returned."""
 
-    def reload_model_params(self) -> None:
-        """Take the masters from the model's parameters."""
+    def reload_model_params(self, fp8_values: Any = None) -> None:
+        """Take the masters from the model's parameters, and from ``fp8_values``."""
+
+    def fp8_values(self) -> dict[str, tuple[Tensor, FlatRange]]:
+        """Return copies of weights that rest in FP8, rounded from this rank's masters."""
 
 
 class Scheduler(Protocol):
@@ -70,7 +75,7 @@ class Scheduler(Protocol):
 
 
 class Stateful(Protocol):
-    """What a checkpoint needs of the FP8 state."""
+    """What a checkpoint needs of the FP8 state, and of what watches over a run."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return a tree of tensors and plain values."""
@@ -101,6 +106,8 @@ def save_checkpoint(
     scheduler: Scheduler | None,
     fp8: Stateful | None,
     progress: Progress,
+    residual: Residual | None = None,
+    guards: Stateful | None = None,
     say: Say = print_line,
 ) -> Path:
     """Write a checkpoint of the run's present state below ``--save``.
@@ -115,6 +122,8 @@ def save_checkpoint(
         scheduler: None to leave it out.
         fp8: FP8 state, None without.
         progress: The counters.
+        residual: What FP8 gradient reductions keep, None without.
+        guards: What watches over the run, None without; plain values, the same on every rank.
         say: Receives the lines to show, on the first rank only.
 
     Returns:
@@ -137,20 +146,24 @@ def save_checkpoint(
         )
     bare = _bare(model)
     stacking = checkpoint_config.stacking_of(cfg)
-    tensors = schema.model_state(bare, mesh, stacking)
+    in_fp8 = optimizer.fp8_values() if optimizer is not None else {}
+    tensors = schema.model_state(bare, mesh, stacking, in_fp8)
     blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
     if optimizer is not None and not cfg.no_save_optim:
         named, owned = optimizer.named_state(), optimizer.owned_ranges
         tensors.update(schema.optimizer_state(named, bare, mesh, stacking, owned))
+    kept = residual.save(stacking) if residual is not None else {}
+    tensors.update({} if cfg.no_save_optim else kept)
     places = fp8_entries.Places.of(cfg, mesh)
     tree, fp8_tensors = fp8_entries.split(fp8.state_dict() if fp8 else {}, places)
     tensors.update(fp8_tensors)
-    if mesh.pp.size > 1:  # each stage knows its own layers only
+    if mesh.pp.size > 1 or mesh.ep.size > 1:  # each rank knows its own layers only
         tree = fp8_entries.merge(peers.gather(tree))
     assets: dict[str, Path | bytes] = {}
     if peers.leads:
         common = _common(cfg, mesh, None if cfg.no_save_optim else optimizer, scheduler, progress)
-        blobs[schema.COMMON_KEY] = plain.dump({**common, "fp8": tree})
+        watch = guards.state_dict() if guards else {}
+        blobs[schema.COMMON_KEY] = plain.dump({**common, "fp8": tree, "guards": watch})
         assets[schema.COMMON_FILE] = blobs[schema.COMMON_KEY]  # for Megatron-Core up to 0.18
     if not cfg.no_save_rng:
         blobs[_rng_key(mesh)] = plain.dump(random_state.capture())
@@ -265,6 +278,8 @@ def load_checkpoint(
     scheduler: Scheduler | None,
     fp8: Stateful | None,
     progress: Progress,
+    residual: Residual | None = None,
+    guards: Stateful | None = None,
     say: Say = print_line,
 ) -> bool:
     """Continue from the checkpoint that ``--load`` means.
@@ -279,6 +294,8 @@ def load_checkpoint(
         scheduler: None to leave it alone.
         fp8: FP8 state, None without.
         progress: Receives the counters.
+        residual: What FP8 gradient reductions keep, None without.
+        guards: What watches over the run, None to leave it alone.
         say: Receives the lines to show, on the first rank only.
 
     Returns:
@@ -306,6 +323,9 @@ def load_checkpoint(
     peers.attempt(lambda: _load_schedule(loading, optimizer, scheduler))
     for sentence in _of_all_ranks(peers, peers.attempt(lambda: _load_fp8(loading, fp8))):
         loading.note(sentence)
+    peers.attempt(lambda: _load_residual(loading, residual))
+    if guards is not None and not weights_only:
+        guards.load_state_dict(common.get("guards") or {})
     peers.attempt(lambda: _load_random_state(loading))
     loading.note(
         f"  successfully loaded checkpoint from {cfg.load} "
@@ -426,13 +446,14 @@ def _megatron_progress(common: Mapping[str, Any]) -> dict[str, Any]:
 def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | None) -> None:
     cfg, mesh, reader = loading.cfg, loading.mesh, loading.reader
     stacking = checkpoint_config.stacking_of(cfg).as_in(reader.tensors)
-    wanted = schema.model_state(model, mesh, stacking)
+    in_fp8 = optimizer.fp8_values() if optimizer is not None else {}
+    wanted = schema.model_state(model, mesh, stacking, in_fp8)
     _check_tensors(loading, wanted, _stored(reader, schema.is_model_key), "the model")
     num_bytes = loading.peers.attempt(lambda: reader.load(wanted))
     counts = f"{len(wanted)} model tensors"
     if optimizer is not None:
         if loading.weights_only or cfg.no_load_optim:
-            optimizer.reload_model_params()
+            optimizer.reload_model_params(in_fp8)
         else:
             named, owned = optimizer.loadable_state(), optimizer.owned_ranges
             state = schema.optimizer_state(named, model, mesh, stacking, owned)
@@ -503,6 +524,25 @@ def _load_fp8(loading: _Loading, fp8: Stateful | None) -> list[str]:
     places = fp8_entries.Places.of(loading.cfg, loading.mesh)
     saved = fp8_entries.join(loading.common.get("fp8") or {}, loading.reader, places)
     return list(fp8.load_state_dict(saved) or ())
+
+
+def _load_residual(loading: _Loading, residual: Residual | None) -> None:
+    if loading.weights_only or loading.cfg.no_load_optim:
+        return
+    reader = loading.reader
+    stored = any(key.startswith(RESIDUAL_PREFIX) for key in reader.tensors)
+    if residual is None:
+        if stored:
+            loading.note(
+                "  NOTE: what the saved run kept of its FP8 gradients for the next step is not "
+                "used: this run does not reduce gradients so (--grad-reduce-dtype fp8)."
+            )
+        return
+    stacking = checkpoint_config.stacking_of(loading.cfg).as_in(reader.tensors)
+    if stored:
+        count, added = residual.load(reader, stacking)
+        how = "the sum over the replicas that saved" if added else "as each replica saved it"
+        loading.note(f"  loaded what was kept of FP8 gradients, {how}: {count} tensors")
 
 
 def _load_random_state(loading: _Loading) -> None:

@@ -44,7 +44,8 @@ class Row:
         payload_bytes: All of them together, see `Transfer`.
         sent_bytes: What this rank sends.
         plain_bytes: What it would send without FP8.
-        scale_bytes: How much of what it sends is scales, or magnitudes that ranks agree on.
+        spent_bytes: How much of what it sends is there for FP8 alone: scales, magnitudes that ranks
+            agree on, and whatever else would not be sent without it.
     """
 
     part: str
@@ -55,7 +56,7 @@ class Row:
     payload_bytes: int
     sent_bytes: int
     plain_bytes: int
-    scale_bytes: int
+    spent_bytes: int
 
 
 def part_of(transfer: Transfer) -> str:
@@ -90,9 +91,9 @@ def table(
         total["payload"] += count * transfer.payload_bytes
         total["sent"] += count * transfer.sent_bytes
         total["plain"] += count * transfer.plain_bytes
-        total["scales"] += count * transfer.scale_bytes
+        total["spent"] += count * transfer.spent_bytes
     order = sorted(totals, key=lambda k: (PARTS.index(k[0]), KINDS.index(k[1]), *k[2:]))
-    sums = ("count", "payload", "sent", "plain", "scales")
+    sums = ("count", "payload", "sent", "plain", "spent")
     return tuple(Row(*key, *(totals[key][name] for name in sums)) for key in order)
 
 
@@ -160,8 +161,8 @@ _GROUPS = {
 _SWITCHES = {
     (_SHARDS, FORWARD): "--fp8-format with --sequence-parallel",
     (_SHARDS, BACKWARD): "--fp8-format with --sequence-parallel",
-    (_CONTEXT, FORWARD): "--fp8-cp-exchange",
-    (_CONTEXT, BACKWARD): "--fp8-cp-exchange",
+    (_CONTEXT, FORWARD): "--fp8-dot-product-attention, --no-fp8-cp-exchange",
+    (_CONTEXT, BACKWARD): "--fp8-dot-product-attention, --no-fp8-cp-exchange",
     (_EXPERTS, FORWARD): "--moe-dispatch-fwd-dtype",
     (_EXPERTS, BACKWARD): "--moe-combine-bwd-dtype",
 }
@@ -175,14 +176,15 @@ class Saving:
         what: The purpose.
         sent_bytes: What this rank sends in a step.
         plain_bytes: What it would send without FP8.
-        scale_bytes: How much of what it sends is scales, or magnitudes that ranks agree on.
+        spent_bytes: How much of what it sends is there for FP8 alone: scales, magnitudes that ranks
+            agree on, and whatever else would not be sent without it.
         switch: The flags that decide about FP8 here; may be empty.
     """
 
     what: str
     sent_bytes: int
     plain_bytes: int
-    scale_bytes: int
+    spent_bytes: int
     switch: str = ""
 
     @property
@@ -215,11 +217,11 @@ def savings(rows: Iterable[Row]) -> tuple[Saving, ...]:
         if not row.sent_bytes and not row.plain_bytes:
             continue
         total = totals.setdefault(_purpose(row), [0, 0, 0])
-        for i, value in enumerate((row.sent_bytes, row.plain_bytes, row.scale_bytes)):
+        for i, value in enumerate((row.sent_bytes, row.plain_bytes, row.spent_bytes)):
             total[i] += value
     return tuple(
-        Saving(what, sent, plain, scales, switch)
-        for (what, switch), (sent, plain, scales) in totals.items()
+        Saving(what, sent, plain, spent, switch)
+        for (what, switch), (sent, plain, spent) in totals.items()
     )
 
 
@@ -232,9 +234,9 @@ def saving_lines(rows: Sequence[Row]) -> list[str]:
         "all",
         sum(one.sent_bytes for one in found),
         sum(one.plain_bytes for one in found),
-        sum(one.scale_bytes for one in found),
+        sum(one.spent_bytes for one in found),
     )
-    cells = [("FP8 on the wire", "sent", "without FP8", "saved", "", "spent on scales", "switch")]
+    cells = [("FP8 on the wire", "sent", "without FP8", "saved", "", "spent for FP8", "switch")]
     for one in (*found, total):
         plain, saved = one.plain_bytes, one.saved_bytes
         cells.append(
@@ -244,7 +246,7 @@ def saving_lines(rows: Sequence[Row]) -> list[str]:
                 readable(plain),
                 readable(saved) if saved else "-",
                 f"{saved / plain:.1%}" if saved and plain else "",
-                readable(one.scale_bytes) if one.scale_bytes else "-",
+                readable(one.spent_bytes) if one.spent_bytes else "-",
                 one.switch,
             )
         )

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.config import ConfigError, Problem, RunConfig
 from megatron.config.alignment import misaligned
 from megatron.core.backends.contract import Backend
-from megatron.core.backends.registry import resolve
+from megatron.core.backends.registry import Choice, choose
 from megatron.core.errors import MeshError, complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.tensor_parallel.mappings import gather_objects
@@ -106,6 +106,7 @@ class Runtime:
         started: `time.monotonic()` at the start.
         processes: The processes of all ranks; empty when there is only one.
         tp_overlap: What `--tp-comm-overlap` overlaps and how; empty without it.
+        fallback: How the backend was chosen, if it is not the one that was asked for.
     """
 
     config: RunConfig
@@ -117,6 +118,7 @@ class Runtime:
     started: float
     processes: tuple[Process, ...] = ()
     tp_overlap: str = ""
+    fallback: Choice | None = None
 
     def close(self) -> None:
         """Leave the process groups."""
@@ -345,7 +347,8 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
         )
     device = _device(cfg.device, launch)
     _share_cores(launch, os.environ)
-    backend, reason = resolve(cfg.transformer_impl, device)
+    choice = choose(cfg, device)
+    backend = choice.backend
     _check_sizes(cfg, backend.name)
     _tell_attention(cfg, backend.name, os.environ)
     _join(cfg, launch, device)
@@ -362,4 +365,5 @@ def start(cfg: RunConfig, launch: Launch | None = None) -> Runtime:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)
     processes = _introduce(mesh)
-    return Runtime(cfg, mesh, backend, reason, device, launch, started, processes, tp_overlap)
+    place = (device, launch, started, processes, tp_overlap, choice if choice.instead_of else None)
+    return Runtime(cfg, mesh, backend, choice.reason, *place)

@@ -69,6 +69,21 @@ def matrix_parameters(cfg: RunConfig) -> tuple[int, int]:
     return dense, moe * cfg.num_experts * matrices * h * cfg.moe_ffn_hidden_size
 
 
+def fp8_parameters(cfg: RunConfig) -> tuple[float, float]:
+    """Return how many of `matrix_parameters` are gathered as FP8 codes and rest so."""
+    if not cfg.fp8_param_gather or cfg.fp8_recipe == "mxfp8":  # cut twice, two bytes an element
+        return 0.0, 0.0
+    dense, experts = matrix_parameters(cfg)
+    copies = 2 if cfg.untie_embeddings_and_output_weights else 1
+    dense -= copies * cfg.padded_vocab_size * cfg.hidden_size
+    dense -= sum(moe_layers(cfg)) * cfg.hidden_size * (cfg.num_experts or 0)  # routers
+    kept = 0
+    if cfg.first_last_layers_bf16:
+        kept = cfg.num_layers_at_start_in_bf16 + cfg.num_layers_at_end_in_bf16
+    share = max(0.0, 1.0 - kept / cfg.num_layers)
+    return dense * share, experts * share
+
+
 def _layer_activations(cfg: RunConfig, tokens: float, has_experts: bool) -> float:
     """Return the bytes that a layer keeps of a microbatch of `tokens` tokens."""
     h, tp = float(cfg.hidden_size), float(cfg.tensor_model_parallel_size)
@@ -93,8 +108,10 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
     of as many microbatches as there are stages in flight, so that share does not count there.
 
     Weights and optimizer: 18 bytes a parameter (BF16 weight, FP32 gradient, master and two Adam
-    moments); the distributed optimizer spreads 12 of them over the replicas of an instance. Experts
-    are spread over expert-parallel ranks, and their replicas are fewer. Activations of a layer with
+    moments); the distributed optimizer spreads 12 of them over the replicas of an instance. A
+    weight that rests in FP8 has a byte less; without the distributed optimizer, what FP8 gradients
+    keep for the next step takes 4 more. Experts are spread over expert-parallel ranks, and their
+    replicas are fewer. Activations of a layer with
     sequence parallelism and a recomputed attention core: s b h (18 + 4 f / h); otherwise
     s b h (10 + 24 / tp). In a layer with experts f is the width that a token passes, and its copies
     for k experts take 4 s b h k more; loads are taken to be even. Source: Korthikanti et al.,
@@ -113,8 +130,14 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
         table = cfg.padded_vocab_size * cfg.hidden_size
         copies = 2 if cfg.untie_embeddings_and_output_weights else 1
         dense = (dense - copies * table) / pp + table
-    weights = (6.0 + 12.0 / shares) * dense / tp
-    weights += (6.0 + 12.0 / expert_shares) * experts / pp / expert_ranks
+    each = 6.0
+    if cfg.grad_reduce_dtype == "fp8" and not cfg.use_distributed_optimizer:
+        sends = cfg.data_parallel_size * cfg.context_parallel_size > 1
+        each += 4.0 if sends and cfg.grad_reduce_error_feedback else 0.0
+    weights = (each + 12.0 / shares) * dense / tp
+    weights += (each + 12.0 / expert_shares) * experts / pp / expert_ranks
+    in_fp8, experts_in_fp8 = fp8_parameters(cfg)
+    weights -= (in_fp8 / tp + experts_in_fp8 / expert_ranks) / pp
     tokens = cfg.seq_length * cfg.micro_batch_size / cfg.context_parallel_size
     h = cfg.hidden_size
     layers = sum(_layer_activations(cfg, tokens, kind) for kind in moe_layers(cfg))

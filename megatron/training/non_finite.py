@@ -48,9 +48,7 @@ def trace(
     """
     world = runtime.mesh.world
     weights = _union(
-        gather_objects(
-            [n for n, p in parts.model.named_parameters() if not torch.isfinite(p).all()], world
-        )
+        gather_objects([n for n, w in parts.named_weights() if not torch.isfinite(w).all()], world)
     )
     if weights:
         return f"weights that are not finite: {_some(weights)}"

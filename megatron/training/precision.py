@@ -8,8 +8,10 @@ from collections.abc import Iterable
 
 from megatron.config import RunConfig
 from megatron.config.alignment import padding
+from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.errors import PrecisionError, complaint
-from megatron.core.fp8 import Fp8State, PrecisionRow
+from megatron.core.fp8 import Fp8State, PrecisionRow, kernels
+from megatron.core.fp8.recipe import BlockRecipe
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.observe.events import PrecisionLine, PrecisionTable
@@ -17,11 +19,16 @@ from megatron.observe.events import PrecisionLine, PrecisionTable
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def summarize(rows: Iterable[PrecisionRow]) -> PrecisionTable:
+def summarize(rows: Iterable[PrecisionRow], changed: bool = False) -> PrecisionTable:
     """Return one line a group of equal rows.
 
     Layers that differ by their number only share a line, and so do the GEMMs of a layer that run
     alike.
+
+    Args:
+        rows: Of the whole model.
+        changed: Whether the run has shown a table before; layers that do not run as requested are
+            then named one by one.
     """
     by_layer: dict[str, list[PrecisionRow]] = {}
     for row in rows:
@@ -31,10 +38,12 @@ def summarize(rows: Iterable[PrecisionRow]) -> PrecisionTable:
         alike = len({(r.requested, r.delivered, r.kernel, r.reason) for r in own}) == 1
         for row in own[:1] if alike else own:
             gemm = "all" if alike else row.gemm
-            module = _LAYER_NUMBER.sub("*", path)
+            named = changed and row.requested != row.delivered
+            module = path if named else _LAYER_NUMBER.sub("*", path)
             key = (module, gemm, row.requested, row.delivered, row.kernel, row.reason)
             counts[key] = counts.get(key, 0) + 1
-    return PrecisionTable(tuple(PrecisionLine(*key, count) for key, count in counts.items()))
+    lines = (PrecisionLine(*key, count) for key, count in counts.items())
+    return PrecisionTable(tuple(lines), changed)
 
 
 def of_all_stages(rows: Iterable[PrecisionRow], axis: Axis) -> list[PrecisionRow]:
@@ -65,7 +74,45 @@ def padding_note(cfg: RunConfig, fp8: Fp8State, backend: str) -> str:
     """
     if backend != "native" or not fp8.hardware:
         return ""
-    return padding(cfg) if any(recipe.has_hardware_gemm for recipe in fp8.policy.recipes) else ""
+    return padding(cfg) if any(fp8.products(r).hardware for r in fp8.policy.recipes) else ""
+
+
+def resting_note(cfg: RunConfig, ddp: DistributedDataParallel) -> str:
+    """How many of this rank's weights rest in FP8, in one line; empty without the flag."""
+    if not cfg.fp8_param_gather:
+        return ""
+    held = [p for p in ddp.trained_params if ddp.is_in_fp8(p)]
+    resting, every = (sum(p.numel() for p in some) for some in (held, ddp.trained_params))
+    why = "" if held else ": no layer here makes output and input gradient in FP8"
+    return (
+        f"FP8 weights: {len(held)} of this rank's {len(ddp.trained_params)} parameters, "
+        f"{resting / max(every, 1):.1%} of its elements, rest in FP8 (--fp8-param-gather){why}"
+    )
+
+
+def device_notes(cfg: RunConfig, fp8: Fp8State, backend: str) -> list[str]:
+    """What a run should know about FP8 on its device, a line each.
+
+    What is padded; and on a CUDA device how products and casts were found to be right there, or
+    why others take their place. Checks the device if that was not done before.
+    """
+    notes = [padding_note(cfg, fp8, backend)]
+    for recipe in fp8.policy.recipes if backend == "native" and fp8.device.type == "cuda" else ():
+        found = fp8.products(recipe)
+        where = "in hardware" if found.hardware else "emulated"
+        notes.append(f"FP8 products ({recipe.name}): {where}, {found.reason}")
+        groups = ("blocks" if isinstance(recipe, BlockRecipe) else "casts", "fused")
+        for group, why in kernels.describe(fp8.device, groups).items():
+            notes.append(f"FP8 casts ({kernels.WHAT[group]}): {why}")
+    return [note for note in dict.fromkeys(notes) if note]
+
+
+def fallback_warning(rows: Iterable[PrecisionRow]) -> str:
+    """What a run that may fall back should say once; empty if nothing fell back."""
+    fallen, listed = _fallen(rows)
+    if not fallen:
+        return ""
+    return f"{len(fallen)} GEMM(s) do not run as asked, and --fp8-allow-fallback is given: {listed}"
 
 
 def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:
@@ -77,16 +124,9 @@ def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:
     Raises:
         PrecisionError: Names every such layer.
     """
-    fallen = [r for r in rows if r.is_fallback]
+    fallen, listed = _fallen(rows)
     if not fallen:
         return
-    kinds = {
-        (_LAYER_NUMBER.sub("*", r.path), r.requested, r.delivered, r.reason): None for r in fallen
-    }
-    listed = "; ".join(
-        f"{path} was to run in {wanted} and runs in {got} ({why or 'no reason given'})"
-        for path, wanted, got, why in kinds
-    )
     raise PrecisionError(
         complaint(
             "--fp4-format" if fallen[0].requested.startswith("fp4") else "--fp8-format",
@@ -95,3 +135,16 @@ def refuse_fallback(rows: Iterable[PrecisionRow]) -> None:
             "Pass --fp8-allow-fallback to train like this all the same, or change what stops it",
         )
     )
+
+
+def _fallen(rows: Iterable[PrecisionRow]) -> tuple[list[PrecisionRow], str]:
+    """The products that fell back, and in words, once for layers that are alike."""
+    fallen = [r for r in rows if r.is_fallback]
+    kinds = {
+        (_LAYER_NUMBER.sub("*", r.path), r.requested, r.delivered, r.reason): None for r in fallen
+    }
+    listed = "; ".join(
+        f"{path} was to run in {wanted} and runs in {got} ({why or 'no reason given'})"
+        for path, wanted, got, why in kinds
+    )
+    return fallen, listed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.errors import BackendUnavailable, complaint
 from megatron.core.fp8 import Fp8State
+from megatron.core.fp8.primary import weights_in_fp8
+from megatron.core.fp8.ranges import Ranges
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -29,6 +32,9 @@ from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.checkpoint_config import read_common, saved_settings
 from megatron.training.initialize import Runtime
+from megatron.training.residual_entries import Residual
+
+_WIRE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,20 @@ class Parts:
     fp8: Fp8State
     rng: RngStreams
     weight_grads: WeightGradQueue | None = None
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter; of weights that rest in FP8 the masters that this rank has."""
+        for name, param in self.model.named_parameters():
+            if not self.ddp.is_in_fp8(param):
+                yield name, param.detach()
+        for slot in self.optimizer.slots:
+            if self.ddp.is_in_fp8(slot.param):
+                yield slot.name, slot.master.detach()
+
+    def residual(self, cfg: RunConfig, mesh: ParallelState) -> Residual | None:
+        """What FP8 gradient reductions keep for the next step; None if they keep nothing."""
+        keep_sum = cfg.ckpt_grad_residual == "sum"
+        return Residual(self.ddp, mesh, keep_sum) if self.ddp.keeps_residual else None
 
 
 @dataclass(frozen=True)
@@ -109,6 +129,8 @@ def build_gpt(
         weight_grads: Where linear layers may put off their weight gradients.
     """
     fp8 = Fp8State.from_config(cfg, runtime.device)
+    if runtime.fallback is not None:
+        fp8.replaced = (runtime.fallback.instead_of, runtime.fallback.why)
     fp8.rng = rng = RngStreams(cfg.seed, runtime.mesh, runtime.device)
     build = Build(
         config=cfg,
@@ -120,7 +142,11 @@ def build_gpt(
         weight_grads=weight_grads,
     )
     stages = local_stages(cfg, runtime.mesh.pp)
-    return GPTModel(build, stages=stages), fp8, rng
+    model = GPTModel(build, stages=stages)
+    if cfg.nvtx_ranges:
+        fp8.ranges = Ranges(runtime.device)
+        fp8.ranges.attach(model, {r.path: r.delivered for r in model.named_precision_rows()})
+    return model, fp8, rng
 
 
 def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
@@ -129,7 +155,8 @@ def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
     Raises:
         BackendUnavailable: The backend's linear layers cannot do what the pipeline schedule needs.
     """
-    weight_grads = _weight_grad_queue(cfg, runtime)
+    _check_backend(cfg, runtime)
+    weight_grads = WeightGradQueue() if cfg.pipeline_schedule == "zb-h1" else None
     model, fp8, rng = build_gpt(cfg, runtime, weight_grads)
     mesh = runtime.mesh
     ddp = DistributedDataParallel(
@@ -138,25 +165,29 @@ def setup_model(cfg: RunConfig, runtime: Runtime) -> Parts:
         expert_dp_axis=mesh.edp_inner,
         outer_axis=mesh.dp_cp_outer,
         expert_outer_axis=mesh.edp_outer,
-        reduce_dtype=torch.bfloat16 if cfg.grad_reduce_in_bf16 else torch.float32,
+        reduce_dtype=_WIRE_TYPES[cfg.grad_reduce_dtype],
+        error_feedback=cfg.grad_reduce_error_feedback,
         sharded=cfg.use_distributed_optimizer,
         bucket_size=cfg.ddp_bucket_size,
         num_buckets=cfg.ddp_num_buckets,
         overlap_reduce=cfg.overlap_grad_reduce,
         overlap_gather=cfg.overlap_param_gather,
         weight_grads=weight_grads,
+        fp8_weights=dict(weights_in_fp8(model)) if cfg.fp8_param_gather else None,
     )
     shards = ddp if cfg.use_distributed_optimizer else None
     optimizer = build_optimizer(cfg, model, mesh, shards)
     scheduler = build_scheduler(cfg, optimizer)
+    optimizer.refresh_model_params()
+    ddp.finish_param_sync()
     return Parts(model, ddp, optimizer, scheduler, fp8, rng, weight_grads)
 
 
-def _weight_grad_queue(cfg: RunConfig, runtime: Runtime) -> WeightGradQueue | None:
-    """Return what weight passes need; None for a schedule without them."""
-    if cfg.pipeline_schedule != "zb-h1":
-        return None
-    if runtime.backend.name != "native":
+def _check_backend(cfg: RunConfig, runtime: Runtime) -> None:
+    """Refuse what only native layers can do."""
+    if runtime.backend.name == "native":
+        return
+    if cfg.pipeline_schedule == "zb-h1":
         raise BackendUnavailable(
             complaint(
                 "--pipeline-schedule",
@@ -165,7 +196,15 @@ def _weight_grad_queue(cfg: RunConfig, runtime: Runtime) -> WeightGradQueue | No
                 "Use --transformer-impl native, or --pipeline-schedule 1f1b",
             )
         )
-    return WeightGradQueue()
+    if cfg.fp8_param_gather:
+        raise BackendUnavailable(
+            complaint(
+                "--fp8-param-gather",
+                f"it with {runtime.backend.name}",
+                "Its linear layers keep weights that they quantize themselves",
+                "Use --transformer-impl native, or remove the flag",
+            )
+        )
 
 
 def count_parameters(model: torch.nn.Module, mesh: ParallelState) -> int:

@@ -14,6 +14,7 @@ from megatron.core.comm_log import LOSS
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.source import Source
 from megatron.core.distributed.finalize import finalize_gradients
+from megatron.core.fp8 import watched
 from megatron.core.mesh import Axis
 from megatron.core.optimizer import StepResult
 from megatron.core.paper import numbers
@@ -200,23 +201,44 @@ class TrainStep:
             iteration: Its number, counted from 1; dropout depends on it.
             consumed_samples: Samples read before it; the data depend on it.
         """
+        self.gradients(iteration, consumed_samples)
+        skip = self._skip_non_finite and not math.isfinite(self._loss)
+        update = self.parts.optimizer.step(self._grad_norm, skip=skip)
+        if update.success:
+            self.parts.scheduler.step(self._batch_size)
+        else:
+            self.parts.ddp.drop_residual()
+        report = MoeReport() if self._moe is None else self._moe.finish(update.success)
+        return StepOutcome(self._loss, self._tokens, update, report)
+
+    def gradients(self, iteration: int, consumed_samples: int) -> float:
+        """Run the forward and backward passes of an iteration; the parameters stay. Collective.
+
+        Args:
+            iteration: As for `run`.
+            consumed_samples: As for `run`.
+
+        Returns:
+            The mean loss. The gradient is left in the parameters' buffers.
+        """
         self.iteration = iteration
         self.parts.fp8.begin(iteration)
+        self.parts.optimizer.refresh_model_params()
         self._sums.zero_()
         self._batches.start(consumed_samples)
-        self.parts.ddp.zero_grad_buffer()
+        self.parts.ddp.zero_grad_buffer(self.parts.optimizer.backward_scale)
+        stats = self.parts.fp8.stats
+        if stats is not None:
+            stats.begin_step(iteration)
         if self._moe is not None:
             tokens = None
             if self._moe.needs_tokens:
                 tokens = self._batches.count_tokens(self._microbatches)
             self._moe.start(tokens, self.parts.optimizer.backward_scale)
         self._runner.run(self._actions)
-        skip = self._skip_non_finite and not math.isfinite(self._loss)
-        update = self.parts.optimizer.step(self._grad_norm, skip=skip)
-        if update.success:
-            self.parts.scheduler.step(self._batch_size)
-        report = MoeReport() if self._moe is None else self._moe.finish(update.success)
-        return StepOutcome(self._loss, self._tokens, update, report)
+        if stats is not None:
+            stats.end_step(watched.layers(self.parts.fp8))
+        return self._loss
 
     # -- what the runner asks for ---------------------------------------------------------------
 
@@ -256,7 +278,7 @@ class TrainStep:
 @torch.no_grad()
 def parameters_are_finite(parts: Parts, world: Axis) -> bool:
     """Return whether every parameter on every rank is a number. Collective."""
-    finite = [torch.isfinite(p).all() for p in parts.model.parameters()]
+    finite = [torch.isfinite(weight).all() for _, weight in parts.named_weights()]
     flag = torch.stack(finite).all().float().reshape(1)
     return bool(all_reduce_(flag, world, "min").item())
 
@@ -289,6 +311,7 @@ def evaluate(
     work = _Evaluation(runtime, parts, source)
     runner = Runner(work, transport=pipes_of(cfg, runtime))
     actions = checked_schedule(cfg, training=False)[mesh.pp.rank]
+    parts.optimizer.refresh_model_params()
     parts.ddp.eval()
     try:
         with parts.fp8.not_recording():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -59,7 +60,12 @@ class TestTables:
 
     def test_a_release_on_each_side_of_every_rename_is_among_them(self):
         minors = [te_calls.parse_version(v) for v in RELEASES]
-        changes = (te_calls.AUTOCAST_RENAMED, te_calls.MODULES_NAMED, te_calls.UB_MODES)
+        changes = (
+            te_calls.AUTOCAST_RENAMED,
+            te_calls.MODULES_NAMED,
+            te_calls.UB_MODES,
+            te_calls.ATTENTION_CURRENT_SCALING,
+        )
         for change in changes:
             assert change in minors
             assert (change[0], change[1] - 1) in minors
@@ -213,6 +219,41 @@ class TestCalls:
         for role in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             options = getattr(recipe, role)
             assert (options.power_2_scale, options.amax_epsilon) == (True, 1e-4)
+
+    def test_recipes_of_attention(self, fake):
+        options = {"fp8_format": "hybrid", "attention": True}
+        te_calls.delayed_recipe(
+            fake.library,
+            **options,
+            margin=0,
+            amax_history_len=1,
+            amax_compute_algo="most_recent",
+            reduce_amax=True,
+        )
+        te_calls.current_recipe(fake.library, **options, power_2_scale=False, amax_epsilon=0.0)
+        for name in ("DelayedScaling", "Float8CurrentScaling"):
+            (given,) = fake.called(f"common.recipe.{name}.__init__")
+            assert given["fp8_dpa"] is True
+            assert "fp8_mha" not in given
+
+    @pytest.mark.parametrize(
+        ("name", "capability", "words"),
+        [
+            ("delayed", (9, 0), ""),
+            ("delayed", (10, 3), ""),
+            ("tensorwise", (10, 0), ""),
+            ("delayed", (8, 9), "compute capability 9.0 and 10.x, and this device has 8.9"),
+            ("delayed", (12, 0), "this device has 12.0"),
+            ("tensorwise", (9, 0), "from compute capability 10.0 on.*--fp8-recipe delayed works"),
+            ("tensorwise", None, ""),
+        ],
+    )
+    def test_support_of_attention(self, fake, name, capability, words):
+        able, reason = te_calls.attention_support(fake.library, name, capability)
+        if name == "tensorwise" and fake.version < te_calls.ATTENTION_CURRENT_SCALING:
+            able, words = not able, "from release 2.8 on, and 2"
+        assert able == (not words or "release" in words)
+        assert re.search(words, reason)
 
     @pytest.mark.parametrize("power_of_two", [True, False])
     def test_block_recipe(self, fake, power_of_two):

@@ -28,7 +28,9 @@ EXPERTS = {
 EP2 = {**EXPERTS, "expert_model_parallel_size": 2}
 A2A = {**EP2, "moe_token_dispatcher_type": "alltoall"}
 SENT_IN_FP8 = {"moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "blockwise"}
-FP8 = {"fp8_format": "hybrid", "bf16": True, "seq_length": 32, "max_position_embeddings": 32}
+LONG = {"seq_length": 32, "max_position_embeddings": 32}
+FP8 = {"fp8_format": "hybrid", "bf16": True, **LONG}
+ATTENTION = {"fp8_dot_product_attention": True}
 ON_TWO = {
     "tp2 without sp": {"tensor_model_parallel_size": 2},
     "tp2 sp": TP2,
@@ -39,12 +41,21 @@ ON_TWO = {
     "cp2 p2p": CP2,
     "cp2 all_gather": {**CP2, "cp_comm_type": ("all_gather",)},
     "cp2 a2a": {**CP2, "cp_comm_type": ("a2a",)},
+    "cp2 p2p bf16": {**CP2, **FP8, "fp8_format": None},
+    "cp2 p2p attention": {**CP2, **FP8, **ATTENTION},
+    "cp2 p2p attention in bf16": {**CP2, **FP8, **ATTENTION, "fp8_cp_exchange": False},
+    "cp2 a2a bf16": {**CP2, **FP8, "fp8_format": None, "cp_comm_type": ("a2a",)},
+    "cp2 a2a attention": {**CP2, **FP8, **ATTENTION, "cp_comm_type": ("a2a",)},
+    "cp2 all_gather bf16": {**CP2, **FP8, "fp8_format": None, "cp_comm_type": ("all_gather",)},
+    "cp2 all_gather attention": {**CP2, **FP8, **ATTENTION, "cp_comm_type": ("all_gather",)},
     "dp2": {"ddp_num_buckets": 3},
     "dp2 zero": ZERO,
     "dp2 zero overlapped": {
         **ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_num_buckets": 3,
         "bf16": True, "grad_reduce_in_bf16": True,
     },
+    "dp2 fp8 gradients": {"grad_reduce_dtype": "fp8", "ddp_num_buckets": 3},
+    "dp2 zero fp8": {**ZERO, **FP8, "grad_reduce_dtype": "fp8", "fp8_param_gather": True},
     "tp2 overlapped": {**TP2, **FP8, "tp_comm_overlap": True},
     "tp2 overlapped rs": {**TP2, "tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": True},
     "recompute": {
@@ -81,6 +92,25 @@ ON_FOUR = {
         "cp_comm_type": ("a2a+p2p",),
         "hierarchical_context_parallel_sizes": (2, 2),
     },
+    "dp4 instances fp8": {
+        **ZERO,
+        **FP8,
+        "fp8_recipe": "blockwise",
+        "num_distributed_optimizer_instances": 2,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "ddp_num_buckets": 3,
+        "grad_reduce_dtype": "fp8",
+        "fp8_param_gather": True,
+    },
+    "ep2 zero fp8": {
+        **A2A,
+        **ZERO,
+        **FP8,
+        "fp8_recipe": "mxfp8",
+        "grad_reduce_dtype": "fp8",
+        "fp8_param_gather": True,
+    },
     "dp2 cp2": {**CP2, **FP8},
     "dp2 cp2 tp-cp": {**CP2, **FP8, "fp8_amax_reduction": "tp-cp"},
 }
@@ -94,7 +124,7 @@ def config(fields, world_size):
 def without_sizes(rows):
     """Rows to compare; how much an exchange of tokens moves depends on where they want to go."""
     return [
-        replace(r, payload_bytes=0, sent_bytes=0, plain_bytes=0, scale_bytes=0)
+        replace(r, payload_bytes=0, sent_bytes=0, plain_bytes=0, spent_bytes=0)
         if r.axis in ("ep", "etp")
         else r
         for r in rows
@@ -194,6 +224,10 @@ def sums(rows, what):
         ("tp2 sp mxfp8", "tp2 sp bf16"),
         ("tp2 overlapped blockwise", "tp2 sp bf16"),
         ("ep2 allgather sent in fp8", "ep2 allgather"),
+        ("cp2 p2p attention", "cp2 p2p bf16"),
+        ("cp2 p2p attention in bf16", "cp2 p2p bf16"),
+        ("cp2 a2a attention", "cp2 a2a bf16"),
+        ("cp2 all_gather attention", "cp2 all_gather bf16"),
     ],
 )
 def test_the_log_knows_what_would_be_sent_without_fp8(real, fp8, without):
@@ -203,17 +237,25 @@ def test_the_log_knows_what_would_be_sent_without_fp8(real, fp8, without):
         assert sums(ours, "sent_bytes") != expected
 
 
+def test_attention_over_a_ring_sends_its_keys_once_more(real):
+    """In the forward pass: they cost half of what bytes save there."""
+    for rows in real["cp2 p2p attention"]:
+        (forward,) = (r for r in rows if (r.part, r.kind, r.axis) == ("forward", "send", "cp"))
+        assert forward.spent_bytes * 4 == forward.plain_bytes
+        assert forward.sent_bytes * 4 == 3 * forward.plain_bytes
+
+
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_tokens_in_fp8_are_half_the_bytes_and_their_scales(real, dispatcher):
     """Of rows of 32 elements: a scale each with mxfp8 and with blockwise."""
     axis, kind = ("etp-ep", "all_gather") if dispatcher == "allgather" else ("ep", "all_to_all")
     for rows in real[f"ep2 {dispatcher} sent in fp8"]:
-        packed = [r for r in rows if r.axis == axis and r.kind == kind and r.scale_bytes]
+        packed = [r for r in rows if r.axis == axis and r.kind == kind and r.spent_bytes]
         assert {r.part for r in packed} == {"forward", "backward"}
         for row in packed:
             # Beside them, router weights and results travel as they are.
-            as_it_is = row.sent_bytes - 33 * row.scale_bytes
-            assert row.plain_bytes == 64 * row.scale_bytes + as_it_is
+            as_it_is = row.sent_bytes - 33 * row.spent_bytes
+            assert row.plain_bytes == 64 * row.spent_bytes + as_it_is
             assert as_it_is >= 0
         assert sum(one.saved_bytes for one in savings(rows)) > 0
 
@@ -243,6 +285,28 @@ def test_zero_sends_each_gradient_and_each_parameter_once(real):
     padding = 4 * (64 * 26 + 128 * scattered.count)
     for row in (scattered, gathered):
         assert 0 <= 2 * row.sent_bytes - reduced.sent_bytes <= padding
+
+
+def test_what_replicas_send_in_fp8(real):
+    """Gradients there and sums back; with the distributed optimizer bytes both ways."""
+
+    def of(name, part):
+        rows = (r for r in real[name][0] if r.part == part)
+        return [(row.kind, row.count, row.sent_bytes) for row in rows]
+
+    ((_, _, plain),) = of("dp2", "gradient sync")
+    (back, _, sums), (there, count, codes) = of("dp2 fp8 gradients", "gradient sync")
+    assert (there, back, count) == ("all_to_all", "all_gather", 3)
+    # Of 8 bytes an element and rank: 1 1/128 there and 2 back, padded to 128 elements.
+    assert 129 / 128 / 8 <= codes / plain < 1.1 * 129 / 128 / 8
+    assert 2 / 8 <= sums / plain < 1.1 * 2 / 8
+    (scattered,) = of("dp2 zero fp8", "gradient sync")
+    assert scattered[0] == "all_to_all"
+    assert scattered[2] < 0.28 * of("dp2 zero", "gradient sync")[0][2]
+    gathered, agreed = of("dp2 zero fp8", "parameter gather"), of("dp2 zero fp8", "amax")
+    assert [row[0] for row in gathered] == ["all_gather"]
+    # One for the weights that rest in FP8, beside the one of delayed scaling.
+    assert [row[:2] for row in agreed] == [("all_reduce", 1), ("all_reduce", 1)]
 
 
 def test_every_transfer_has_a_part(real):

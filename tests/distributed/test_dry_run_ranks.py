@@ -48,6 +48,11 @@ LAYOUTS = {
                             "ddp_bucket_size": 3000}),
     "ep2 dp2 zero": (4, {**ZERO, **EXPERTS, "swiglu": True}),
     "ep2 etp2": (4, {**TP2, **BF16, **EXPERTS, "expert_tensor_parallel_size": 2}),
+    "dp2 fp8 weights": (2, {**ZERO, "fp8_format": "hybrid", "fp8_param_gather": True,
+                            "fp8_recipe": "blockwise"}),
+    "ep2 fp8 weights": (4, {**ZERO, **EXPERTS, "fp8_format": "hybrid", "fp8_param_gather": True,
+                            "fp8_recipe": "mxfp8", "grad_reduce_dtype": "fp8"}),
+    "dp2 fp8 gradients": (2, {**BF16, "grad_reduce_dtype": "fp8"}),
     "two instances": (4, {**ZERO, "num_distributed_optimizer_instances": 2}),
 }  # fmt: skip
 

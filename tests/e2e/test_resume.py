@@ -10,6 +10,7 @@ import torch
 from megatron.core.dist_checkpointing import schema
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.training.checkpoint_config import read_common
+from megatron.training.residual_entries import PREFIX as RESIDUAL_PREFIX
 from tests.e2e.launch import launch
 
 SMALL = [
@@ -23,6 +24,7 @@ SMALL = [
 FP8 = ["--fp8-format", "hybrid", "--fp8-recipe"]
 DELAYED = [*FP8, "delayed", "--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"]
 MXFP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
+ATTENTION = [*FP8, "tensorwise", "--fp8-dot-product-attention"]
 PRECISIONS = {"bf16": [], "delayed": DELAYED, "tensorwise": [*FP8, "tensorwise"], "mxfp8": MXFP8}
 PRECISIONS["nvfp4"] = ["--fp4-format", "e2m1"]
 LAYOUTS = {
@@ -34,6 +36,16 @@ LAYOUTS = {
         "--overlap-param-gather",
         "--ddp-num-buckets",
         "3",
+    ],
+    "dp2 fp8": [
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--ddp-num-buckets",
+        "3",
+        "--grad-reduce-dtype",
+        "fp8",
+        "--fp8-param-gather",
     ],
     "dp2 own scales": ["--fp8-amax-reduction", "tp"],
     "cp2": ["--context-parallel-size", "2"],
@@ -67,15 +79,15 @@ def assert_same(first, second):
 
 
 CASES = [(p, layout) for p in ("bf16", "delayed", "tensorwise") for layout in ("tp2", "dp2")]
-CASES += [("mxfp8", "tp2"), ("nvfp4", "tp2")]
+CASES += [("mxfp8", "tp2"), ("nvfp4", "tp2"), ("attention", "cp2")]
 CASES += [("delayed", "dp2 own scales"), ("bf16", "cp2")]
 CASES += [("delayed", "cp2"), ("delayed", "cp2 own scales")]
-CASES += [("bf16", "dp2 sharded"), ("delayed", "dp2 sharded")]
+CASES += [("bf16", "dp2 sharded"), ("delayed", "dp2 fp8")]
 
 
 @pytest.mark.parametrize(("precision", "layout"), CASES)
 def test_stop_and_go_is_bitwise(tmp_path, precision, layout):
-    flags = [*PRECISIONS[precision], *LAYOUTS[layout]]
+    flags = [*{**PRECISIONS, "attention": ATTENTION}[precision], *LAYOUTS[layout]]
     straight = run(2, *flags, "--save", f"{tmp_path}/straight")
     parts = ["--save", f"{tmp_path}/parts", "--load", f"{tmp_path}/parts"]
     first = run(2, *flags, *parts, "--exit-interval", "10")
@@ -86,9 +98,12 @@ def test_stop_and_go_is_bitwise(tmp_path, precision, layout):
     assert first.losses() + second.losses() == straight.losses()
     tensors, plain = content(tmp_path / "straight", 20)
     assert_same((tensors, plain), content(tmp_path / "parts", 20))
-    fp8 = [key for key in tensors if key.startswith(schema.FP8_PREFIX)]
+    residual = [key for key in tensors if key.startswith(RESIDUAL_PREFIX)]
+    assert bool(residual) == ("fp8" in layout)
+    fp8 = [key for key in tensors if key.startswith(schema.FP8_PREFIX) and key not in residual]
     replicas = 2 if "own scales" in layout else 1
-    assert len(fp8) == (2 * 4 * 4 * replicas if precision == "delayed" else 0)
+    layers = {"delayed": 2 * 4, "attention": 2}.get(precision, 0)  # that have scales to keep
+    assert len(fp8) == layers * 4 * replicas
 
 
 FP32 = [flag for flag in SMALL if flag != "--bf16"]

@@ -7,22 +7,33 @@ none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.native import NativeBackend
 from megatron.core.build import Build
-from megatron.core.fp8 import E4M3, E5M2, QuantizedTensor, gemm_nt, kernels
+from megatron.core.fp8 import E4M3, E5M2, QuantizedTensor, gemm_nt, hardware, kernels
+from megatron.core.fp8.kernels import plain, plain_blocks
+from megatron.core.fp8.quantizers import BlockQuantizer
+from megatron.core.fp8.scales import ScaleRule
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.moments import fp8_storage, from_fp8, to_fp8
+from megatron.training.products import RECIPES as EVERY_RECIPE
 from tests.small_models import LLAMA, batch, small_config
 
 CPU = torch.device("cpu")
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
-RECIPES = {
-    "delayed": {"fp8_recipe": "delayed", "fp8_amax_history_len": 4},
-    "tensorwise": {"fp8_recipe": "tensorwise"},
+RECIPES: dict[str, dict[str, object]] = {
+    "delayed": {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 4},
+    "tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+}
+NATIVE_RECIPES = {
+    **RECIPES,
+    "blockwise": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
 }
 LAYERS = ("column_parallel_linear", "layernorm_column_parallel_linear", "row_parallel_linear")
 
@@ -114,6 +125,71 @@ def products(
     }
 
 
+def kernel_bits(device: torch.device, group: str) -> dict[str, float]:
+    """Elements that a device's kernels for casts compute otherwise than plain torch on the CPU.
+
+    On a matrix of many tiles, in every 16- and 32-bit type.
+    """
+    differ = 0
+    generator = torch.Generator().manual_seed(5)
+    whole = torch.randn(700, 1040, generator=generator)
+    whole *= 2.0 ** torch.randint(-20, 20, (700, 1), generator=generator)
+    whole[::97, ::31], whole[5, 7], whole[9, :3] = 0.0, float("nan"), float("inf")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = whole.to(dtype)
+        pairs = _casts_of(x, device) if group == "casts" else _blocks_of(x, device)
+        for here, there in pairs:
+            here, there = (t.cpu().contiguous().view(torch.uint8) for t in (here, there))
+            differ += int((here != there).sum())
+    return {"bytes_that_differ": differ}
+
+
+def _casts_of(x: torch.Tensor, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for fmt in (E4M3, E5M2):
+        scale = torch.tensor(0.7)
+        wants = {"want_amax": True, "want_turned": True}
+        made = kernels.cast_once(x.to(device), scale.to(device), fmt, **wants)
+        want = plain.cast(x, scale, fmt)
+        yield made.data, want
+        yield made.turned, want.t()
+        yield made.amax.view(1), plain.amax(x).view(1)
+
+
+def _blocks_of(
+    x: torch.Tensor, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    rules = ((128, ScaleRule.POWER_OF_TWO), (128, ScaleRule.FP32), (32, ScaleRule.E8M0))
+    for length, rule in rules:
+        both = kernels.cast_blocks_both(x.to(device), E4M3, length, rule)
+        square = kernels.cast_blocks(x.to(device), E4M3, (length, length), rule)
+        blocks = ((1, length), (length, 1), (length, length))
+        for (codes, inverse), block in zip((*both, square), blocks, strict=True):
+            held, want = plain_blocks.round_blocks(x, E4M3, block, rule, False)
+            yield codes, plain.encode(held, E4M3)
+            yield inverse, want
+
+
+def block_products(
+    device: torch.device, recipe: str, shape: tuple[int, int, int]
+) -> dict[str, float]:
+    """The three products of a recipe with scales of blocks, against fp64, and how they ran."""
+    recipe_of = EVERY_RECIPE[recipe]
+    able = hardware.verdict(recipe_of, device, torch.bfloat16).hardware
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(m + n + k)
+    worst = 0.0
+    for roles in hardware.OPERANDS.values():
+        pair = []
+        for rows, role in zip((m, n), roles, strict=True):
+            x = torch.randn(rows, k, generator=generator).to(torch.bfloat16).to(device)
+            quantizer = BlockQuantizer(recipe_of, role, fold=False, hardware=able)
+            pair.append(quantizer.rowwise(x))
+        a, b = (x.hold().data.double() * x.expanded_scale_inv().double() for x in pair)
+        got = gemm_nt(*pair, out_dtype=torch.float32, emulation="exact")
+        worst = max(worst, relative_error(got, a @ b.t()))
+    return {"error": worst, "hardware": float(able)}
+
+
 def build_on(device: torch.device, backend: Backend, path: str = "", **settings: object) -> Build:
     config = small_config(**{"bf16": True, "fp8_emulation": "exact", **settings})
     return Build.root(config, ParallelState.single(), backend, device, path)
@@ -123,7 +199,7 @@ def run_layer(
     device: torch.device, backend: Backend, kind: str, recipe: str, rows: int = 64
 ) -> dict[str, torch.Tensor]:
     """Two training steps of one layer; outputs and gradients of the second, and the scales."""
-    build = build_on(device, backend, "layer", fp8_format="hybrid", **RECIPES[recipe])
+    build = build_on(device, backend, "layer", **NATIVE_RECIPES[recipe])
     layer = getattr(backend, kind)(
         128, 96, build=build, init_method=torch.nn.init.xavier_normal_, bias=True
     )
@@ -163,7 +239,7 @@ def layers_agree(
 def run_experts(device: torch.device, backend: Backend, recipe: str) -> dict[str, torch.Tensor]:
     """Two steps of three experts, one of them without tokens in the second."""
     path = "decoder.layers.0.mlp.experts.linear_fc1"
-    build = build_on(device, backend, path, fp8_format="hybrid", **RECIPES[recipe])
+    build = build_on(device, backend, path, **NATIVE_RECIPES[recipe])
     layer = backend.column_parallel_grouped_linear(
         3, 128, 96, build=build, init_method=torch.nn.init.xavier_normal_
     )
@@ -216,7 +292,7 @@ def run_model(
 
 def models_agree(device: torch.device, backend: Backend, recipe: str | None) -> dict[str, float]:
     """Losses of a small Llama on the device, against the native one on the CPU."""
-    settings = {"fp8_format": "hybrid", **RECIPES[recipe]} if recipe else {}
+    settings = NATIVE_RECIPES[recipe] if recipe else {}
     reference = run_model(CPU, NativeBackend(), **settings)
     measured = run_model(device, backend, **settings)
     difference = max(abs(a - b) for a, b in zip(measured, reference, strict=True))

@@ -7,6 +7,9 @@ import torch
 
 from megatron.core.backends.native import NativeBackend
 from megatron.core.capability import has_fp8_hardware
+from megatron.core.fp8 import hardware, kernels
+from megatron.core.fp8.kernels.device import GROUPS
+from megatron.training.products import RECIPES as EVERY_RECIPE
 from tests.gpu import cases
 
 pytestmark = pytest.mark.gpu
@@ -43,8 +46,42 @@ def test_products_match_the_exact_emulation(device, report, shape, formats, fast
     assert error["bf16_error"] < bound + 2.0**-9  # and one rounding to bf16
 
 
+@pytest.mark.parametrize("group", ["casts", "blocks"])
+def test_fused_kernels_are_bitwise_those_of_the_cpu(device, report, group):
+    assert report(cases.kernel_bits(device, group)) == {"bytes_that_differ": 0}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_fused_kernels_are_used(device, report, group):
+    pytest.importorskip("triton")
+    why = kernels.describe(device, (group,))[group]
+    report({"why": why})
+    assert why.startswith("Triton"), why
+
+
+# Products of blocks are promoted to fp32 after each 128 elements on Hopper, and multiplied with
+# E8M0 scales in fp32 on Blackwell.
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("shape", [(64, 128, 256), (40, 144, 640), (17, 33, 130), (512, 512, 4096)])
+def test_block_products_match_fp64(device, report, recipe, shape):
+    assert report(cases.block_products(device, recipe, shape))["error"] < 1e-3
+
+
+def test_hopper_and_blackwell_multiply_blocks_in_hardware(device, report):
+    measured = {
+        name: hardware.verdict(EVERY_RECIPE[name], device, torch.bfloat16)
+        for name in ("blockwise", "mxfp8")
+    }
+    report({name: found.reason for name, found in measured.items()})
+    major = torch.cuda.get_device_capability(device)[0]
+    if hasattr(torch.nn.functional, "scaled_mm") and major in (9, 10):
+        assert measured["blockwise"].hardware, measured["blockwise"].reason
+    if major == 10:
+        assert measured["mxfp8"].hardware, measured["mxfp8"].reason
+
+
 @pytest.mark.parametrize("kind", cases.LAYERS)
-@pytest.mark.parametrize("recipe", list(cases.RECIPES))
+@pytest.mark.parametrize("recipe", list(cases.NATIVE_RECIPES))
 def test_layers_match_the_emulation(device, report, kind, recipe):
     error = report(cases.layers_agree(device, NativeBackend(), kind, recipe))
     # A norm computed in another order moves some of its outputs to the neighbouring code (2**-4).
@@ -54,14 +91,14 @@ def test_layers_match_the_emulation(device, report, kind, recipe):
     assert error.get("scale", 0.0) < (1e-3 if "norm" in kind else 1e-7)
 
 
-@pytest.mark.parametrize("recipe", list(cases.RECIPES))
+@pytest.mark.parametrize("recipe", list(cases.NATIVE_RECIPES))
 def test_experts_match_the_emulation(device, report, recipe):
     error = report(cases.experts_agree(device, NativeBackend(), recipe))
     assert max(error["y"], error["dx"], error["dw"]) < 6e-3
     assert error.get("scale", 0.0) < 1e-7
 
 
-@pytest.mark.parametrize("recipe", [None, *cases.RECIPES])
+@pytest.mark.parametrize("recipe", [None, *cases.NATIVE_RECIPES])
 def test_models_match_the_emulation(device, report, recipe):
     measured = report(cases.models_agree(device, NativeBackend(), recipe))
     assert measured["difference"] < 0.03
@@ -74,10 +111,10 @@ def test_the_table_names_the_hardware_kernel(device):
 
 
 def test_training_leaves_no_memory_behind(device, report):
-    cases.run_model(device, NativeBackend(), fp8_format="hybrid", **cases.RECIPES["delayed"])
+    cases.run_model(device, NativeBackend(), **cases.RECIPES["delayed"])
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(device)
-    cases.run_model(device, NativeBackend(), fp8_format="hybrid", **cases.RECIPES["delayed"])
+    cases.run_model(device, NativeBackend(), **cases.RECIPES["delayed"])
     torch.cuda.synchronize()
     after = torch.cuda.memory_allocated(device)
     report({"bytes_left": after - before})

@@ -48,7 +48,7 @@ def test_models_match_the_emulation(device, report, backend, recipe):
 
 
 def test_two_forwards_before_one_backward_lose_no_gradient(device, backend):
-    settings = {"fp8_format": "hybrid", **cases.RECIPES["delayed"]}
+    settings = cases.RECIPES["delayed"]
     build = cases.build_on(device, backend, "layer", **settings)
     layer = backend.column_parallel_linear(
         128, 96, build=build, init_method=torch.nn.init.xavier_normal_, bias=False
@@ -64,7 +64,7 @@ def test_two_forwards_before_one_backward_lose_no_gradient(device, backend):
 
 
 def test_evaluation_leaves_no_trace(device, backend):
-    settings = {"fp8_format": "hybrid", **cases.RECIPES["delayed"]}
+    settings = cases.RECIPES["delayed"]
     build = cases.build_on(device, backend, "layer", **settings)
     layer = backend.column_parallel_linear(
         128, 96, build=build, init_method=torch.nn.init.xavier_normal_, bias=False

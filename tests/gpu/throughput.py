@@ -1,20 +1,18 @@
-"""Tokens a second of a training step in bf16 and FP8, and the speed of single matrix products.
+"""Speed of products, casts, a layer, and of training steps in bf16 and each FP8 recipe.
 
-    python tests/gpu/throughput.py --json OUT.json     on a GPU, about two minutes
+    python tests/gpu/throughput.py --json OUT.json     on a GPU, about four minutes
     python tests/gpu/throughput.py --dry-run           tiny, on whatever there is
 
-Forward, backward and the amax update are timed, the optimizer is not. Medians are printed as a
-table with ratios to bf16 of the same backend, and written as JSON.
+The model is configs/llama3_1b.yaml, the step a whole one. MFU is the model's FLOP/s over the dense
+bf16 rate of the data sheet, for FP8 as well; beside it stands the share of what a large bf16
+product reaches here. Results are written after every part.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,132 +21,93 @@ if __package__ in (None, ""):
 
 import torch
 
-from megatron.core.backends.contract import Backend
+from megatron.core.backends.native import NativeBackend
 from megatron.core.backends.registry import backends
-from megatron.core.capability import has_fp8_hardware
-from megatron.core.fp8 import gemm_nt
-from megatron.core.models.gpt.gpt_model import GPTModel
-from tests.gpu.cases import CPU, RECIPES, build_on, on, quantize
-from tests.small_models import LLAMA
-
-SIZES = {
-    "num_layers": 4,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 11264,
-    "num_attention_heads": 32,
-    "seq_length": 4096,
-    "max_position_embeddings": 4096,
-    "vocab_size": 32000,
-    "micro_batch_size": 2,
-}
-TINY = {
-    "num_layers": 1,
-    "hidden_size": 64,
-    "ffn_hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "max_position_embeddings": 32,
-    "vocab_size": 64,
-    "micro_batch_size": 2,
-}
-PRODUCTS = ((8192, 4096, 4096), (8192, 11264, 4096), (8192, 4096, 11264))
+from megatron.core.fp8 import kernels
+from megatron.training.products import RECIPES, Place, rows_of_recipes
+from tests.gpu import kernel_speed, training_speed
+from tests.gpu.cases import CPU
+from tests.gpu.timing import copy_bandwidth, gemm_tflops, peak_tflops
 
 
-def median_seconds(call: Callable[[], Any], device: torch.device, times: int) -> float:
-    """Median duration of a call; the device finishes before the clock is read."""
-
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    for _ in range(2 if device.type == "cpu" else 3):
-        call()
-    taken = []
-    for _ in range(times):
-        finish()
-        start = time.perf_counter()
-        call()
-        finish()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
-
-
-def train(
-    backend: Backend, recipe: str | None, device: torch.device, sizes: dict[str, int], times: int
-) -> dict[str, Any]:
-    """One contender: its tokens a second, its loss, its peak memory."""
-    fp8 = {"fp8_format": "hybrid", **RECIPES[recipe]} if recipe else {}
-    build = build_on(device, backend, **{**LLAMA, **sizes, "fp8_emulation": "fast", **fp8})
-    model = GPTModel(build)
-    shape = (sizes["micro_batch_size"], sizes["seq_length"])
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, sizes["vocab_size"], shape, generator=generator).to(device)
-    positions = torch.arange(sizes["seq_length"], device=device).expand(shape)
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    losses = []
-
-    def step() -> None:
-        loss = model(tokens, positions, tokens.roll(-1, 1)).mean()
-        loss.backward()
-        build.fp8.sync(build.mesh.amax)
-        losses.append(loss.detach())
-
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds = median_seconds(step, device, times)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return {
-        "name": f"{backend.name} {recipe or 'bf16'}",
-        "backend": backend.name,
-        "tokens_per_s": shape[0] * shape[1] / seconds,
-        "step_ms": seconds * 1e3,
-        "loss": float(losses[-1]),
-        "peak_gib": peak / 2**30,
-        "kernels": sorted({row.kernel for row in build.fp8.rows()}),
-    }
-
-
-def multiply(
-    m: int, n: int, k: int, device: torch.device, times: int
-) -> dict[str, float | list[int]]:
-    """One matrix product in bf16 and in FP8, the cast not included."""
-    a, b = (torch.randn(rows, k, dtype=torch.bfloat16) for rows in (m, n))
-    plain = [x.to(device) for x in (a, b)]
-    fp8 = [on(device, quantize(x, "e4m3")) for x in (a, b)]
-    seconds = {
-        "bf16": median_seconds(lambda: gemm_nt(*plain, out_dtype=torch.bfloat16), device, times),
-        "fp8": median_seconds(
-            lambda: gemm_nt(*fp8, out_dtype=torch.bfloat16, fast_accum=True), device, times
-        ),
-    }
-    operations = 2.0 * m * n * k
-    return {
-        "shape": [m, n, k],
-        "bf16_tflops": operations / seconds["bf16"] / 1e12,
-        "fp8_tflops": operations / seconds["fp8"] / 1e12,
-        "ratio": seconds["bf16"] / seconds["fp8"],
-    }
+def measure(device: torch.device, dry: bool, times: int, result: dict[str, Any], save: Any) -> None:
+    """Fill `result`, part after part."""
+    small = 1 << 12
+    result["copy_gb_per_s"] = copy_bandwidth(device, small if dry else 1 << 30, times) / 1e9
+    result["bf16_gemm_tflops"] = gemm_tflops(device, 64 if dry else 8192, times)
+    result["bf16_peak_tflops"] = peak_tflops(result["device"])
+    result["dispatch"] = rows_of_recipes(Place.here())
+    result["cast_kernels"] = kernels.describe(device)
+    save()
+    for recipe in training_speed.OVERLAYS:
+        if recipe == "mxfp8" and not Place.here().verdict(RECIPES[recipe]).hardware:
+            result["skipped"]["training in mxfp8"] = "it is emulated here"
+            continue
+        for backend in reversed(backends()):
+            able, reason = backend.availability()
+            if backend.name == "transformer_engine" and device.type != "cuda":
+                able = False
+            if not able:
+                result["skipped"][backend.name] = reason
+                continue
+            sizes = training_speed.TINY if dry else training_speed.SIZES
+            try:
+                row = training_speed.train(backend, recipe, device, sizes, times)
+            except Exception as error:  # a recipe that a backend lacks is a result, too
+                text = str(error).partition("\n")[0]
+                result["skipped"][f"{backend.name} {recipe}"] = f"{type(error).__name__}: {text}"
+                continue
+            peak = result["bf16_peak_tflops"]
+            row["mfu"] = None if peak is None else row["model_tflops"] / peak
+            row["share_of_gemm"] = row["model_tflops"] / result["bf16_gemm_tflops"]
+            result["training"].append(row)
+            save()
+    for shape in [(32, 32, 64)] if dry else kernel_speed.PRODUCTS:
+        result["products"].append(kernel_speed.products(shape, device, times))
+    save()
+    shape = (48, 64) if dry else kernel_speed.CASTS
+    limit = result["copy_gb_per_s"] * 1e9
+    result["casts"] += kernel_speed.cast_speed(shape, device, limit, times)
+    save()
+    layer = (32, 64, 48) if dry else kernel_speed.LAYERS
+    result["layers"] += kernel_speed.layer_speed(layer, NativeBackend(), device, times)
+    save()
 
 
 def table(result: dict[str, Any]) -> str:
     """The result for people."""
-    plain = {row["backend"]: row for row in result["training"] if row["name"].endswith("bf16")}
+    limits = f"copy {result['copy_gb_per_s']:.0f} GB/s, bf16 product of 8192: "
     lines = [f"{result['device']}, torch {result['torch']}"]
-    lines.append(f"{'training step':38} {'tokens/s':>12} {'ms':>9} {'x bf16':>7} {'GiB':>6}  loss")
+    lines.append(f"{limits}{result['bf16_gemm_tflops']:.0f} TFLOP/s")
+    lines += [f"cast kernels, {group}: {why}" for group, why in result["cast_kernels"].items()]
+    plain = {r["backend"]: r for r in result["training"] if r["name"].endswith("bf16")}
+    head = f"{'training step, 1B parameters':32} {'tokens/s':>9} {'ms':>8} {'x bf16':>7} {'MFU':>6}"
+    lines.append(f"{head} {'of GEMM':>8} {'GiB':>6}  loss")
     for row in result["training"]:
         ratio = row["tokens_per_s"] / plain[row["backend"]]["tokens_per_s"]
+        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
         lines.append(
-            f"{row['name']:38} {row['tokens_per_s']:12.0f} {row['step_ms']:9.1f} {ratio:7.2f}"
-            f" {row['peak_gib']:6.1f}  {row['loss']:.4f}"
+            f"{row['name']:32} {row['tokens_per_s']:9.0f} {row['step_ms']:8.1f} {ratio:7.2f}"
+            f" {mfu:>6} {row['share_of_gemm']:8.1%} {row['peak_gib']:6.1f}"
+            f"  {row['loss']:.4f}"
         )
-    lines.append(f"{'product m x n x k':38} {'bf16 TFLOP/s':>12} {'fp8':>9} {'x bf16':>7}")
+    names = [name for name in result["products"][0] if name != "shape"]
+    lines.append(f"{'product m x n x k, TFLOP/s':32} " + " ".join(f"{n:>11}" for n in names))
     for row in result["products"]:
         shape = " x ".join(str(extent) for extent in row["shape"])
+        lines.append(f"{shape:32} " + " ".join(f"{row[n]:11.2f}" for n in names))
+    lines.append(f"{'cast':32} {'ms':>9} {'GB/s':>8} {'of copy':>8} {'x plain torch':>14}")
+    for row in result["casts"]:
+        plain_ratio = row["times_plain_torch"]
+        against = f"{plain_ratio:14.2f}" if plain_ratio else f"{'-':>14}"
         lines.append(
-            f"{shape:38} {row['bf16_tflops']:12.3f} {row['fp8_tflops']:9.3f} {row['ratio']:7.2f}"
+            f"{row['name']:32} {row['ms']:9.3f} {row['gb_per_s']:8.0f} {row['share_of_copy']:8.1%}"
+            f" {against}"
         )
-    lines += result["skipped"]
+    lines.append(f"{'norm and linear, both passes':32} {'ms':>9} {'x bf16':>8}  kernel")
+    for row in result["layers"]:
+        lines.append(f"{row['name']:32} {row['ms']:9.3f} {row['times_bf16']:8.2f}  {row['kernel']}")
+    lines += [f"skipped {name}: {reason}" for name, reason in result["skipped"].items()]
     return "\n".join(lines)
 
 
@@ -161,28 +120,22 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
     if device.type == "cpu" and not options.dry_run:
         parser.error("no CUDA device; --dry-run checks the script without one")
-    times = 1 if options.dry_run else options.times
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
-        "fp8_hardware": has_fp8_hardware(device),
         "training": [],
         "products": [],
-        "skipped": [],
+        "casts": [],
+        "layers": [],
+        "skipped": {},
     }
-    for backend in reversed(backends()):
-        able, reason = backend.availability()
-        if not able:
-            result["skipped"].append(f"{backend.name}: {reason}")
-            continue
-        for recipe in (None, *RECIPES):
-            sizes = TINY if options.dry_run else SIZES
-            result["training"].append(train(backend, recipe, device, sizes, times))
-    for shape in [(32, 32, 64)] if options.dry_run else PRODUCTS:
-        result["products"].append(multiply(*shape, device, times))
+
+    def save() -> None:
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    measure(device, options.dry_run, 1 if options.dry_run else options.times, result, save)
     print(table(result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
 
 

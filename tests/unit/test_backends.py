@@ -9,7 +9,8 @@ import torch
 
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.native import NativeBackend
-from megatron.core.backends.registry import backends, resolve
+from megatron.core.backends.registry import backends, choose, resolve
+from megatron.core.backends.te import TransformerEngineBackend
 from megatron.core.capability import cpu_bf16_gemm, gemm_dtype
 from megatron.core.errors import BackendUnavailable
 
@@ -51,6 +52,52 @@ def test_transformer_engine_is_not_chosen_for_a_cpu_run_on_a_cuda_machine():
     chosen, reason = resolve("auto", "cpu", [Fake("transformer_engine"), Fake("native")])
     assert chosen.name == "native"
     assert "CUDA devices only" in reason
+
+
+@dataclass
+class Wanted:
+    transformer_impl: str = "transformer_engine"
+    fp8_format: str | None = "hybrid"
+    fp8_recipe: str = "mxfp8"
+    fp4_format: str | None = None
+    fp8_allow_fallback: bool = False
+
+
+NO_TE = [Fake("transformer_engine", False, "not installed"), Fake("native", True, "torch")]
+
+
+def test_fp8_on_a_backend_that_is_missing_is_an_error_that_names_the_way_on():
+    with pytest.raises(BackendUnavailable, match="not installed.*--fp8-allow-fallback"):
+        choose(Wanted(), "cpu", NO_TE)
+    with pytest.raises(BackendUnavailable, match="got nonsense"):
+        choose(Wanted("nonsense", fp8_allow_fallback=True), "cpu", NO_TE)
+    # The flag is about FP8: a BF16 run on a backend that is missing has nothing to fall back from.
+    with pytest.raises(BackendUnavailable):
+        choose(Wanted(fp8_format=None, fp8_allow_fallback=True), "cpu", NO_TE)
+
+
+def test_fp8_may_fall_back_to_native_with_one_warning():
+    choice = choose(Wanted(fp8_allow_fallback=True), "cpu", NO_TE)
+    assert choice.backend.name == "native"
+    assert choice.warning.startswith("transformer_engine was asked for and cannot run (not instal")
+    assert choose(Wanted("native"), "cpu", NO_TE).warning == ""
+    assert choose(Wanted("auto"), "cpu", NO_TE).warning == ""
+
+
+def test_a_recipe_that_transformer_engine_lacks_here_counts(monkeypatch):
+    te = TransformerEngineBackend()
+    monkeypatch.setattr(te, "availability", lambda: (True, "2.20 on a GPU"))
+    monkeypatch.setattr(te, "recipe_support", lambda name: (name != "mxfp8", "needs 10.0"))
+    known = [te, Fake("native", True, "torch")]
+    assert choose(Wanted(fp8_recipe="delayed"), "cuda", known).backend is te
+    assert choose(Wanted("auto"), "cuda", known).backend.name == "native"
+    assert choose(Wanted("auto", fp8_format=None), "cuda", known).backend is te
+    with pytest.raises(
+        BackendUnavailable, match="no --fp8-recipe mxfp8 on this device: needs 10.0"
+    ):
+        choose(Wanted(), "cuda", known)
+    choice = choose(Wanted(fp8_allow_fallback=True), "cuda", known)
+    assert choice.why == "it has no recipe mxfp8 on this device: needs 10.0"
 
 
 def test_nothing_can_run():

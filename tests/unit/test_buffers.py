@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel, buffers
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import bucket as bucket_module
 from megatron.core.distributed.buffers import GradBuffer, default_bucket_size, plan_layout
 from megatron.core.errors import MegatronError
 from megatron.core.mesh import Axis
@@ -120,7 +121,7 @@ class Late:
 
 
 def test_modules_wait_for_their_own_parameters(monkeypatch):
-    monkeypatch.setattr(buffers, "start_all_gather", lambda out, *_: Late(out))
+    monkeypatch.setattr(bucket_module, "start_all_gather", lambda out, *_: Late(out))
     module = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
     ddp = DistributedDataParallel(
         module, axis(2), sharded=True, bucket_size=1, overlap_reduce=True, overlap_gather=True

@@ -24,6 +24,7 @@ CONSUMED_BY_DERIVATION = {
     "fake_world_size": "world_size",
     "use_tp_pp_dp_mapping": "order of the axes, which the mesh reads by name",
     "hierarchical_context_parallel_sizes": "levels of an axis, which the mesh reads by name",
+    "grad_reduce_in_bf16": "grad_reduce_dtype",
     "moe_layer_freq": "moe_layers()",
     "moe_aux_loss_coeff": "auxiliary_losses()",
 }

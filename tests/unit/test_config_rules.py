@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from unit.guard_refusals import GUARDS_REFUSED
 from unit.moe_refusals import MOE_REFUSED
 
 from megatron.config import ConfigError, Problem, make_config
@@ -91,6 +92,26 @@ REFUSED = [
         ["FP4 products", "192 or 208", "--fp4-format"],
     ),
     (
+        {**FP8, "fp8_recipe": "mxfp8", "fp8_emulate_accumulation": "hopper"},
+        "--fp8-emulate-accumulation",
+        ["no products", "blockwise"],
+    ),
+    (
+        {**TE_FP8, "fp8_emulate_accumulation": "hopper"},
+        "--fp8-emulate-accumulation",
+        ["not emulated", "--transformer-impl native"],
+    ),
+    (
+        {**FP8, "fp8_emulate_accumulation": "hopper", "fp8_emulation": "fast"},
+        "--fp8-emulate-accumulation",
+        ["Remove --fp8-emulation"],
+    ),
+    (
+        {"fp8_emulate_accumulation": "hopper"},
+        "--fp8-emulate-accumulation",
+        ["Add --fp8-format"],
+    ),
+    (
         {**FP8, "fp8_recipe": "tensorwise", "fp8_amax_history_len": 16},
         "--fp8-amax-history-len",
         ["keeps no history", "Remove --fp8-amax-history-len", "--fp8-recipe delayed"],
@@ -103,6 +124,9 @@ REFUSED = [
     ),
     ({**FP8, "fp8_amax_history_len": 0}, "--fp8-amax-history-len", ["at least 1"]),
     ({"fp8_warmup_iters": 5}, "--fp8-warmup-iters", ["no --fp8-format"]),
+    ({"fp8_stats_samples": -1}, "--fp8-stats-samples", ["every element"]),
+    ({"fp8_alert_saturation": 2.0}, "--fp8-alert-saturation", ["0 to 1"]),
+    ({"fp8_debug_dump": "scales.jsonl"}, "--fp8-debug-dump", ["not in FP8"]),
     (
         {**FP8, "fp8_warmup_iters": 10, "train_iters": 10},
         "--fp8-warmup-iters",
@@ -182,6 +206,51 @@ REFUSED = [
         {"overlap_param_gather": True, "overlap_grad_reduce": True},
         "--overlap-param-gather",
         ["Add --use-distributed-optimizer,"],
+    ),
+    (
+        {"grad_reduce_dtype": "fp8", "grad_reduce_in_bf16": True},
+        "--grad-reduce-dtype",
+        ["got fp8 with --grad-reduce-in-bf16", "Remove one"],
+    ),
+    (
+        {"grad_reduce_dtype": "fp32", "grad_reduce_in_bf16": True},
+        "--grad-reduce-dtype",
+        ["got fp32 with --grad-reduce-in-bf16"],
+    ),
+    (
+        {"grad_reduce_error_feedback": False},
+        "--no-grad-reduce-error-feedback",
+        ["got --grad-reduce-dtype fp32", "Add --grad-reduce-dtype fp8"],
+    ),
+    (
+        {"ckpt_grad_residual": "sum"},
+        "--ckpt-grad-residual",
+        ["sum with --grad-reduce-dtype fp32", "keeps nothing"],
+    ),
+    (
+        {"fp8_param_gather": True, "use_distributed_optimizer": True, "bf16": True},
+        "--fp8-param-gather",
+        ["without --fp8-format"],
+    ),
+    (
+        {
+            "fp8_param_gather": True,
+            "fp4_format": "e2m1",
+            "use_distributed_optimizer": True,
+            "bf16": True,
+        },
+        "--fp8-param-gather",
+        ["with --fp4-format e2m1", "Remove --fp8-param-gather"],
+    ),
+    (
+        {"fp8_param_gather": True, "fp8_format": "hybrid", "bf16": True},
+        "--fp8-param-gather",
+        ["Add --use-distributed-optimizer"],
+    ),
+    (
+        {"fp8_param_gather": True, "fp8_format": "hybrid", "use_distributed_optimizer": True},
+        "--fp8-param-gather",
+        ["float32", "Add --bf16"],
     ),
     ({"ddp_bucket_size": 0}, "--ddp-bucket-size", ["got 0", "at least one"]),
     (
@@ -594,7 +663,7 @@ REFUSED_ON_A_MESH = [
 
 @pytest.mark.parametrize(
     ("world_size", "fields", "flag", "words"),
-    REFUSED_ON_A_MESH + MOE_REFUSED,
+    REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED,
     ids=lambda v: str(v)[:60],
 )
 def test_refused_on_a_mesh(world_size, fields, flag, words):
@@ -606,6 +675,9 @@ def test_refused_on_a_mesh(world_size, fields, flag, words):
 
 ACCEPTED = [
     {},
+    {"fp8_spike_rollback": True},  # in any precision
+    {**TE_FP8, "fp8_spike_rollback": True},
+    {**FP8, "fp8_auto_fallback": True, "fp8_auto_fallback_amax_ratio": 0.0},
     {"kv_channels": 24, "hidden_size": 66},
     {"group_query_attention": True, "num_query_groups": 4},
     {"num_query_groups": 4},
@@ -623,7 +695,7 @@ ACCEPTED = [
     {**FP8, **ATTENTION, "fp8_recipe": "tensorwise", "recompute_granularity": "selective"},
     {**FP8},  # float32 parameters
     {**FP8, "fp16": True},
-    {**FP8, "fp8_recipe": "blockwise"},
+    {**FP8, "fp8_recipe": "blockwise", "fp8_emulate_accumulation": "hopper"},
     {**FP8, "fp8_recipe": "mxfp8", "first_last_layers_bf16": True},
     {"fp4_format": "e2m1", "first_last_layers_bf16": True, "fp8_wgrad": False},
     {"fp4_format": "e2m1", "hidden_size": 60, "seq_length": 31},
@@ -776,7 +848,9 @@ def test_every_rule_is_documented_and_exercised():
         first = (one.__doc__ or "").strip().splitlines()[0]
         assert first.endswith("."), one.__name__
     cases = [(1, fields) for fields, _, _ in REFUSED]
-    cases += [(world, fields) for world, fields, _, _ in REFUSED_ON_A_MESH + MOE_REFUSED]
+    cases += [
+        (world, fields) for world, fields, _, _ in REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED
+    ]
     assert set(names) == set().union(*(fired(world, fields) for world, fields in cases))
 
 
@@ -786,11 +860,14 @@ def test_rules_are_listed_by_subject():
         "model",
         "fp8",
         "attention",
+        "guards",
         "moe",
         "parallel",
+        "replicas",
         "overlap",
         "pipeline",
         "training",
+        "stats",
         "data",
     ]
     assert len(list(dict.fromkeys(modules))) == len(

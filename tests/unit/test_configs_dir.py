@@ -72,6 +72,7 @@ def test_finalizes(model, overlay):
         ("gpt3_126m", (120, 130)),
         ("gpt3_5b", (4900, 5300)),
         ("gpt3_175b", (174_000, 176_000)),
+        ("llama3_1b", (1230, 1240)),
         ("llama3_8b", (7950, 8100)),
         ("quickstart_llama_10m", (9, 11)),
         ("mixtral_8x7b", (46_600, 46_800)),

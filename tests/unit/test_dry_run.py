@@ -73,6 +73,19 @@ class TestTheCommand:
         assert "precision: 8 of 9 linear layers in FP8" in out
         assert "_scaled_mm e4m3xe4m3" in out
         assert re.search(r"amax +all_reduce +tp-cp-dp +4 +1 ", out)
+        _, later, _ = run(capsys, *MOCK, *FOUR, *fp8, "--fp8-warmup-iters", "1")
+        note = "until iteration 1 nothing is in FP8 (--fp8-warmup-iters)\n"
+        assert later.replace(note, "") == out  # memory and transfers of the part that is in FP8
+        assert note in later
+
+    def test_snapshots_are_counted(self, capsys):
+        code, out, _ = run(capsys, *MOCK, *FOUR, "--bf16", "--fp8-spike-rollback")
+        assert code == 0
+        parameters = int(re.search(r"parameters: ([0-9,]+) in", out)[1].replace(",", ""))
+        size, unit = re.search(r"--fp8-spike-rollback: about ([0-9.]+) (\w+) of host", out).groups()
+        assert unit == "KiB"
+        # fp32 masters and two moments.
+        assert float(size) * 1024 == pytest.approx(12 * parameters, rel=0.1)
 
     @pytest.mark.parametrize(
         ("args", "code", "message"),

@@ -91,6 +91,19 @@ def test_fp8_activations(recipe, monkeypatch):
     assert paper_peak(cfg).activations == pytest.approx(expected, rel=TOLERANCE)
 
 
+def test_fp8_attention_keeps_bytes(monkeypatch):
+    """Its own kernel on every device: what it keeps is the same everywhere."""
+    monkeypatch.setattr(fp8_state, "has_fp8_hardware", lambda device: True)
+    fp8 = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    cfg = make_config(**{**MODEL, **fp8, "fp8_dot_product_attention": True})
+    found = paper_peak(cfg).activations
+    assert found == pytest.approx(real_bytes(cfg), rel=TOLERANCE)
+    # Of a token and layer Q, K and V take half, and the result is not kept.
+    elements = cfg.seq_length * cfg.micro_batch_size * cfg.hidden_size * cfg.num_layers
+    plain = paper_peak(make_config(**{**MODEL, **fp8})).activations
+    assert plain - found == pytest.approx(elements * (3 + 2), rel=0.02)
+
+
 def test_recomputation_keeps_less_and_needs_more_at_a_time():
     plain, full = (
         paper_peak(make_config(**{**MODEL, **fields}))
@@ -107,6 +120,25 @@ def test_quantized_weights_are_listed_apart():
     numbers = 16 * 8 * 4  # of each layer a few: scale, magnitude, limits of the formats
     assert 2 * linear <= one.cached_bytes <= 2 * linear + numbers
     assert one.kept.fp8 == 4 * 16 * 5 * (16 + 1)  # columns of histories and scales
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_weights_that_rest_in_fp8_have_no_copies(recipe):
+    fields = {"fp8_format": "e4m3", "fp8_recipe": recipe, "use_distributed_optimizer": True,
+              "num_layers": 1}  # fmt: skip
+    plain, resting = (
+        World(make_config(**{**MODEL, **fields, "fp8_param_gather": on})).classes()[0]
+        for on in (False, True)
+    )
+    linear = 256 * 768 + 256 * 256 + 2 * 256 * 1024
+    assert resting.cached_bytes < 1024  # a magnitude each, and a table of codes
+    saved = plain.kept.weights - resting.kept.weights
+    if recipe == "mxfp8":  # twice a byte, and twice a scale for 32 of them
+        assert saved == pytest.approx(-linear * 8 / 32, rel=0.01)
+        assert plain.cached_bytes >= 4 * linear  # held in bf16
+    else:
+        assert saved == pytest.approx(linear, rel=0.01)
+    assert resting.total_bytes < plain.total_bytes - linear
 
 
 def test_on_paper_there_are_no_values():

@@ -31,7 +31,7 @@ def config(*lines, **fields):
 def state_of(*lines, paths=None, **fields):
     cfg = config(*lines, **fields)
     state = Fp8State.from_config(cfg)
-    for path in paths or fp8_policy.linear_paths(cfg):
+    for path in paths or fp8_policy.fp8_paths(cfg):
         state.for_linear(path)
     return state
 
@@ -44,13 +44,14 @@ def decided(state):
 
 
 def test_the_paths_are_those_of_the_model():
-    for settings in ({}, LLAMA, EXPERTS):
+    attention = {**FP8, "fp8_dot_product_attention": True}
+    for settings in ({}, LLAMA, EXPERTS, attention):
         cfg = small_config(num_layers=3, **settings)
         model, build = build_model(cfg)
-        built = [re.sub(r"(experts\.linear_fc[12])\.\d+$", r"\1", p) for p in build.fp8.layers]
-        assert dict.fromkeys(built) == dict.fromkeys(
-            [*fp8_policy.linear_paths(cfg), "output_layer"]
-        )
+        fp8 = build.fp8
+        built = [re.sub(r"(experts\.linear_fc[12])\.\d+$", r"\1", p) for p in fp8.layers]
+        built += fp8.attention_layers if settings is attention else []
+        assert set(built) == {*fp8_policy.fp8_paths(cfg), "output_layer"}
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,29 @@ def test_edges_of_every_recipe_go_by_the_number_in_the_whole_model():
         _, build = build_model(cfg)
         plain = {p for p, layer in build.fp8.layers.items() if layer.decision.recipe is None}
         assert plain == {p for p in build.fp8.layers if not fnmatchcase(p, "decoder.layers.2.*")}
+
+
+def test_rules_choose_for_attention_too():
+    cfg = config(
+        "module: '*.core_attention', layers: 0, recipe: bf16",
+        "layers: 1, recipe: tensorwise, wgrad: bf16",
+        "module: '*.mlp.*', recipe: mxfp8",
+        fp8_dot_product_attention=True,
+    )
+    model, build = build_model(cfg)
+    name = "decoder.layers.{}.self_attention.core_attention"
+    found = [build.fp8.attention_layers[name.format(i)].decision.summary for i in range(3)]
+    assert found == ["bf16", "tensorwise hybrid", "delayed hybrid"]
+    reasons = {row.path: row.reason for row in model.named_precision_rows()}
+    assert reasons[name.format(0)].startswith("--fp8-policy rule 1")
+    assert reasons[name.format(1)] == "--fp8-policy rule 2: layers 1"
+    asked = {"fp8_dot_product_attention": True}
+    with pytest.raises(ConfigError, match=r"got mxfp8.*module: '\*\.core_attention'"):
+        config("layers: 1, recipe: mxfp8", **asked)
+    with pytest.raises(ConfigError, match="Only linear layers have these products"):
+        config("module: '*.core_attention', wgrad: bf16", **asked)
+    with pytest.raises(ConfigError, match="no linear layer of this path"):
+        config("module: '*.core_attention', recipe: bf16")
 
 
 def test_fp4_and_fp8_in_one_run():

@@ -24,6 +24,9 @@ PRECISIONS = {
     "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
     "mixed": {**DELAYED, "fp8_policy": MIXED},
     "experts": {**DELAYED, "num_experts": 4},
+    "attention": {**DELAYED, "fp8_dot_product_attention": True},
+    "weights": {**DELAYED, "fp8_param_gather": True, "use_distributed_optimizer": True},
+    "nvfp4": {"fp4_format": "e2m1"},
 }
 IN_FP8 = {name: fields for name, fields in PRECISIONS.items() if fields}
 

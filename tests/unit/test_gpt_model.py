@@ -297,6 +297,15 @@ def test_precision_rows_cover_every_product_and_keep_the_head_out_of_fp8():
     assert all(row.delivered == "bf16" and row.reason for row in others)
 
 
+def test_a_layer_without_an_fp8_path_is_a_fallback():
+    for fields, falls in (({"fp8_format": "hybrid"}, True), ({}, False)):
+        model, _ = small_model(**LLAMA, bf16=True, **fields)
+        model.decoder.layers[1].mlp.linear_fc2 = torch.nn.Linear(8, 8)
+        (row,) = [r for r in model.named_precision_rows() if r.path.endswith("1.mlp.linear_fc2")]
+        assert row.reason == "torch.nn.Linear: no FP8 path"
+        assert row.is_fallback == falls
+
+
 # -- recompute ---------------------------------------------------------------------------------
 
 RECOMPUTE = [
@@ -359,8 +368,9 @@ def test_fp8_takes_any_size(precision):
     (loss, gradient), (reference, expected) = results
     assert loss != reference
     assert loss == pytest.approx(reference, rel=1e-2)
-    # Two layers of FP8 noise, 4 to 8 % a product.
-    assert (gradient - expected).float().norm() < 0.2 * expected.float().norm()
+    # Two layers of noise: 4 to 8 % a product in FP8, 16 to 25 % in FP4 with stochastic rounding.
+    bound = 0.5 if "fp4_format" in precision else 0.2
+    assert (gradient - expected).float().norm() < bound * expected.float().norm()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=IDS)

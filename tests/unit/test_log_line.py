@@ -147,3 +147,11 @@ def test_precision_table_counts_linear_layers_only():
     both = precision_table([*rows, fp4])
     assert both.startswith("precision: 4 of 8 linear layers in FP8, 3 in FP4\n")
     assert precision_table([fp4]).startswith("precision: 3 of 3 linear layers in FP4\n")
+    name = attention + "core_attention"
+    rows[1:2] = [
+        PrecisionLine(name, product, "fp8 x", "fp8 x", "emulated", "", 3)
+        for product in ("qk", "pv", "backward")
+    ]
+    rows.append(PrecisionLine(name, "all", "bf16", "bf16", "softmax", "", 1))
+    expected = "precision: 4 of 5 linear layers in FP8, and the attention of 3 of 4 layers\n"
+    assert precision_table(rows).startswith(expected)

@@ -37,6 +37,26 @@ def test_schedules_keep_different_numbers_of_microbatches():
     assert interleaved == pytest.approx(one * (1 + 3 / 8))
 
 
+def test_what_rests_and_what_is_kept_in_fp8():
+    plain, (weights, _) = estimate(4, use_distributed_optimizer=True)
+    fp8 = {"use_distributed_optimizer": True, "fp8_format": "hybrid", "fp8_param_gather": True}
+    table = plain.padded_vocab_size * plain.hidden_size
+    matrices = sum(matrix_parameters(plain)) - table
+    _, (resting, _) = estimate(4, **fp8)
+    assert weights - resting == matrices
+    _, (edges, _) = estimate(4, **fp8, first_last_layers_bf16=True)
+    assert weights - edges == matrices * 6 / 8
+    assert estimate(4, **fp8, fp8_recipe="mxfp8")[1][0] == weights
+    _, (whole, _) = estimate(4)
+    _, (kept, _) = estimate(4, grad_reduce_dtype="fp8")
+    assert kept - whole == 4 * sum(matrix_parameters(plain))
+    forgets = {"grad_reduce_dtype": "fp8", "grad_reduce_error_feedback": False}
+    assert estimate(4, **forgets)[1][0] == whole
+    assert estimate(1, grad_reduce_dtype="fp8")[1][0] == whole
+    zero = {"use_distributed_optimizer": True, "grad_reduce_dtype": "fp8"}
+    assert estimate(4, **zero)[1][0] == weights
+
+
 def test_experts_are_spread_over_their_ranks():
     experts = {
         "num_experts": 8, "moe_ffn_hidden_size": 32, "swiglu": True, "add_bias_linear": False,

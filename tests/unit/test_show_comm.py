@@ -48,10 +48,10 @@ def test_json_holds_the_same_in_bytes(capsys):
         assert entry["sent_bytes"] == sum(row["sent_bytes"] for row in entry["rows"])
     assert found["communication"][0]["rows"][0] == {
         "part": "forward", "kind": "send", "axis": "pipe-forward", "ranks": 4, "count": 4,
-        "payload_bytes": 16384, "sent_bytes": 16384, "plain_bytes": 16384, "scale_bytes": 0,
+        "payload_bytes": 16384, "sent_bytes": 16384, "plain_bytes": 16384, "spent_bytes": 0,
     }  # fmt: skip
     assert found["communication"][0]["savings"][0] == {
-        "what": "pipeline, forward", "sent_bytes": 16384, "plain_bytes": 16384, "scale_bytes": 0,
+        "what": "pipeline, forward", "sent_bytes": 16384, "plain_bytes": 16384, "spent_bytes": 0,
         "switch": "",
     }  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_what_fp8_saves_and_costs(capsys):
     saved = json.loads(out)["communication"][0]["savings"][0]
     # 4 microbatches, 4 layers: 32 tokens of 32 bf16 elements, one rank's, without their scales.
     codes = 4 * 4 * 32 * 32
-    assert saved["scale_bytes"] == codes // 32
+    assert saved["spent_bytes"] == codes // 32
     assert saved["plain_bytes"] - saved["sent_bytes"] == codes - codes // 32
 
 

@@ -12,7 +12,7 @@ from megatron.config import make_config
 from megatron.core.errors import MeshError, PrecisionError
 from megatron.core.fp8 import PrecisionRow
 from megatron.training.initialize import Launch, read_launch, start
-from megatron.training.precision import refuse_fallback, summarize
+from megatron.training.precision import fallback_warning, refuse_fallback, summarize
 from megatron.training.progress import Progress
 from megatron.training.providers import setup_model, setup_sources, with_tokenizer
 from megatron.training.step import TrainStep, evaluate
@@ -171,6 +171,9 @@ def test_less_than_asked_for_is_an_error_and_a_policy_is_not():
     assert text.count("decoder.layers.*.x was to run in fp8 and runs in bf16 (width 17)") == 1
     assert "--fp8-allow-fallback" in text
     assert "output_layer" not in text
+    warning = fallback_warning([kept_out, *fallen])
+    assert warning.startswith("2 GEMM(s) do not run as asked, and --fp8-allow-fallback is given: ")
+    assert fallback_warning([row("a"), kept_out]) == ""
 
 
 def test_progress_round_trips():

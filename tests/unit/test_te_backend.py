@@ -274,6 +274,128 @@ class TestForward:
         assert torch.equal(attention(q, q, q), attention(q, q, q))
 
 
+class TestAttention:
+    """FP8 inside attention: columns 2, 3 and 8 forward, 0, 3 and 5 backward."""
+
+    ON = {**FP8, "fp8_dot_product_attention": True}
+    PATH = "decoder.layers.0.self_attention.core_attention"
+
+    def attention(self, fake, mesh=None, **settings):
+        backend = TransformerEngineBackend(fake.library)
+        build = build_for(backend, mesh, self.PATH, **{**self.ON, **settings})
+        return build.backend.core_attention(build=build, layer_number=1), build
+
+    def run(self, attention, factor, backward=True):
+        generator = torch.Generator().manual_seed(1)
+        q, k, v = torch.randn(3, 16, 2, 4, 8, generator=generator).unbind()
+        q = (q * factor).requires_grad_()
+        out = attention(q, k, v)
+        if backward:
+            out.sum().backward()
+        return q
+
+    def test_the_library_runs_it_in_fp8_with_the_books_scales(self, fake):
+        attention, build = self.attention(fake)
+        for factor in (8.0, 4.0):  # two microbatches: the larger maximum counts
+            largest = self.run(attention, factor).detach().abs().max()
+            if factor == 8.0:
+                first = largest
+        meta = attention.precision.fp8_meta
+        staged = meta["scaling_fwd"].amax_history[0]
+        assert staged[2] == first > largest
+        assert staged.nonzero().flatten().tolist() == [2, 3, 8]
+        staged = meta["scaling_bwd"].amax_history[0]
+        assert staged.tolist() == [0.25, 0.0, 0.0, 1.0, 0.0, 0.5]
+        assert set(attention.scales_used) == {1.0}
+        build.fp8.sync()
+        self.run(attention, 1.0)
+        assert attention.scales_used[-6:-4] == [pytest.approx(448.0 / first.item()), 448.0]
+        assert attention.scales_used[-3:] == [57344.0, 2 * 57344.0, 4 * 57344.0]
+        assert attention.fp8_meta["recipe"].fp8_dpa is True
+        assert fake.state.updates == []
+        shown = attention.fp8_meta["scaling_fwd"].scale
+        assert torch.equal(shown, meta["scaling_fwd"].scale)
+
+    def test_current_scaling_has_delayed_scales_for_two_tensors(self, newest):
+        attention, build = self.attention(newest, fp8_recipe="tensorwise", fp8_amax_history_len=1)
+        self.run(attention, 1.0)
+        meta = attention.precision.fp8_meta
+        assert meta["scaling_fwd"].amax_history[0].nonzero().flatten().tolist() == [8]
+        assert meta["scaling_bwd"].amax_history[0].nonzero().flatten().tolist() == [5]
+        build.fp8.sync()
+        self.run(attention, 1.0)
+        assert attention.scales_used[-2:] == [448.0, 2 * 57344.0]
+        assert attention.fp8_meta["recipe"].kind == "Float8CurrentScaling"
+
+    def test_evaluation_leaves_no_trace(self, newest):
+        attention, build = self.attention(newest)
+        with torch.no_grad(), build.fp8.not_recording():
+            self.run(attention, 1.0, backward=False)
+        assert not build.fp8.book.history.any()
+        assert attention.scales_used
+
+    def test_recompute_records_once(self, newest):
+        histories = []
+        for recompute in (False, True):
+            attention, build = self.attention(newest)
+            q = torch.randn(16, 2, 4, 8, generator=torch.Generator().manual_seed(2))
+            q.requires_grad_()
+            arguments = (q, q, q)
+            if recompute:
+                out = checkpoint(attention, *arguments, rng=build.rng, fp8=build.fp8)
+            else:
+                out = attention(*arguments)
+            out.square().sum().backward()
+            histories.append(build.fp8.book.history.clone())
+        assert torch.equal(*histories)
+        assert histories[0][0].count_nonzero() == 6
+
+    def test_layers_kept_in_bf16_and_held_back_stay_outside(self, newest):
+        attention, _ = self.attention(newest, first_last_layers_bf16=True)
+        self.run(attention, 1.0)
+        assert attention.scales_used == []
+        assert attention.precision.rows()[0].delivered == "bf16"
+        attention, _ = self.attention(newest)
+        attention.precision.suspended = "held"
+        self.run(attention, 1.0)
+        assert attention.scales_used == []
+        attention.precision.suspended = ""
+        self.run(attention, 1.0)
+        assert attention.scales_used
+
+    def test_layers_are_not_told_about_attention(self, newest):
+        build = fake_build(newest, **self.ON)
+        layer = column(build)
+        layer(tokens())
+        assert not hasattr(layer.fp8_meta["recipe"], "fp8_dpa")
+
+    def test_rows_name_the_library(self, newest):
+        attention, _ = self.attention(newest, fp8_dpa_bwd=False)
+        rows = attention.precision.rows()
+        assert [row.kernel for row in rows] == [
+            *["Transformer Engine 2.20 fp8 e4m3xe4m3 delayed"] * 2,
+            "Transformer Engine 2.20 bf16",
+        ]
+        assert rows[2].reason == "--no-fp8-dpa-bwd"
+
+    def test_what_the_device_or_the_release_lacks_is_refused(self, newest, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        settings = {"fp8_recipe": "tensorwise", "fp8_amax_history_len": 1}
+        with pytest.raises(PrecisionError, match="from compute capability 10.0 on.*has 9.0"):
+            self.attention(newest, **settings)
+        self.attention(newest)
+        with pytest.raises(PrecisionError, match="from release 2.8 on, and 2.2 is installed"):
+            self.attention(FakeTransformerEngine(OLDEST), **settings)
+
+    def test_it_sends_as_it_sends(self, newest):
+        cp = Axis("cp", 2, 0, (0, 1), "cp group")
+        mesh = dataclasses.replace(ParallelState.single(), cp=cp)
+        with pytest.raises(PrecisionError, match="--no-fp8-cp-exchange.*Remove it"):
+            self.attention(newest, mesh, fp8_cp_exchange=False)
+        self.attention(newest, mesh)
+
+
 class TestScaling:
     def step(self, build, layer, microbatches=2, factor=1.0):
         for seed in range(microbatches):

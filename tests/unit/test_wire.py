@@ -62,8 +62,8 @@ def test_packed_lines_are_known_by_what_they_stand_for():
     wire.all_to_all(torch.empty(0), torch.empty(8, 33, dtype=torch.uint8), axis)
     mappings.all_reduce_(torch.ones(1), paper(log=log), "max", AMAX)
     packed, agreed = log.counts
-    assert (packed.sent_bytes, packed.plain_bytes, packed.scale_bytes) == (198, 384, 6)
-    assert (agreed.sent_bytes, agreed.plain_bytes, agreed.scale_bytes) == (6, 0, 6)
+    assert (packed.sent_bytes, packed.plain_bytes, packed.spent_bytes) == (198, 384, 6)
+    assert (agreed.sent_bytes, agreed.plain_bytes, agreed.spent_bytes) == (6, 0, 6)
     silent = paper()
     assert silent.packed(Packing(1, 0, 2)) is silent
 

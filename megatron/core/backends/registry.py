@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from megatron.config.fp8 import recipe_of
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.native import NativeBackend
 from megatron.core.backends.te import TransformerEngineBackend
@@ -14,13 +17,72 @@ from megatron.core.errors import BackendUnavailable, complaint
 ALIASES = {"local": "native", "te": "transformer_engine"}
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The backend of a run.
+
+    Attributes:
+        backend: It.
+        reason: Why that one, in one line.
+        instead_of: The backend that was asked for by name, if this one takes its place.
+        why: Why it cannot run; empty without `instead_of`.
+    """
+
+    backend: Backend
+    reason: str
+    instead_of: str = ""
+    why: str = ""
+
+    @property
+    def warning(self) -> str:
+        """What the user should see once; empty if nothing."""
+        if not self.instead_of:
+            return ""
+        return (
+            f"{self.instead_of} was asked for and cannot run ({self.why}); with"
+            f" --fp8-allow-fallback the layers run on the {self.backend.name} backend"
+        )
+
+
 def backends() -> list[Backend]:
     """Every backend there is, in the order in which `auto` prefers them."""
     return [TransformerEngineBackend(), NativeBackend()]
 
 
+def choose(
+    config: Any, device: torch.device | str, candidates: Sequence[Backend] | None = None
+) -> Choice:
+    """Choose the backend for a run by its configuration.
+
+    Args:
+        config: Anything with the fields `transformer_impl` and `fp8_allow_fallback`, and the
+            formats and recipes of FP8 and FP4.
+        device: Where the model will live.
+        candidates: The backends to choose from; by default all of them.
+
+    Raises:
+        BackendUnavailable: As `resolve`, unless FP8 may fall back: then native runs instead.
+    """
+    recipe = recipe_of(config)
+    try:
+        backend, reason = resolve(config.transformer_impl, device, candidates, recipe)
+    except BackendUnavailable:
+        wanted = ALIASES.get(config.transformer_impl, config.transformer_impl)
+        known = list(candidates) if candidates is not None else backends()
+        asked = [backend for backend in known if backend.name == wanted]
+        if recipe is None or not config.fp8_allow_fallback or not asked:
+            raise
+        backend, reason = resolve("native", device, known)
+        why = _can_run(asked[0], torch.device(device), recipe)[1]
+        return Choice(backend, f"in place of {wanted}: {why}", wanted, why)
+    return Choice(backend, reason)
+
+
 def resolve(
-    name: str, device: torch.device | str, candidates: Sequence[Backend] | None = None
+    name: str,
+    device: torch.device | str,
+    candidates: Sequence[Backend] | None = None,
+    recipe: str | None = None,
 ) -> tuple[Backend, str]:
     """Choose the backend for a run.
 
@@ -28,6 +90,7 @@ def resolve(
         name: `auto`, or the name of a backend. `auto` takes the first one that can run.
         device: Where the model will live.
         candidates: The backends to choose from; by default all of them.
+        recipe: The recipe that it has to have, by its name in `--fp8-recipe` or `--fp4-recipe`.
 
     Returns:
         The backend, and one line that says why it was chosen.
@@ -37,7 +100,8 @@ def resolve(
             every backend with its reason.
     """
     known = list(candidates) if candidates is not None else backends()
-    verdicts = [(backend, *_can_run(backend, torch.device(device))) for backend in known]
+    where = torch.device(device)
+    verdicts = [(backend, *_can_run(backend, where, recipe)) for backend in known]
     wanted = ALIASES.get(name, name)
     if wanted == "auto":
         refused = [f"{b.name}: {reason}" for b, able, reason in verdicts if not able]
@@ -52,13 +116,18 @@ def resolve(
     )
     usable = ["auto", *(b.name for b, able, _ in verdicts if able)]
     why = f"It cannot run on {device} here ({table})"
-    raise BackendUnavailable(
-        complaint("--transformer-impl", name, why, f"Choose {' or '.join(usable)}")
-    )
+    fix = f"Choose {' or '.join(usable)}"
+    if recipe is not None:
+        fix += ", or pass --fp8-allow-fallback to take native with a warning"
+    raise BackendUnavailable(complaint("--transformer-impl", name, why, fix))
 
 
-def _can_run(backend: Backend, device: torch.device) -> tuple[bool, str]:
+def _can_run(backend: Backend, device: torch.device, recipe: str | None) -> tuple[bool, str]:
     able, reason = backend.availability()
     if able and backend.name == "transformer_engine" and device.type != "cuda":
         return False, f"it runs on CUDA devices only, and this run uses {device.type}"
+    if able and recipe is not None and isinstance(backend, TransformerEngineBackend):
+        has, why = backend.recipe_support(recipe)
+        if not has:
+            return False, f"it has no recipe {recipe} on this device: {why}"
     return able, reason

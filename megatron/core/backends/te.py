@@ -170,6 +170,14 @@ class TransformerEngineBackend:
         """
         return te_overlap.start(self.library, config, mesh.tp)
 
+    def recipe_support(self, name: str) -> tuple[bool, str]:
+        """Whether a recipe of `--fp8-recipe` runs on this device, and why not.
+
+        Raises:
+            BackendUnavailable: Transformer Engine cannot be imported.
+        """
+        return te_calls.recipe_support(self.library, name)
+
     def availability(self) -> tuple[bool, str]:
         """Whether Transformer Engine can run here, and the reason in words."""
         version = installed_version()

@@ -103,7 +103,8 @@ class TeAttentionPrecision(AttentionPrecision):
     def row(self, product: str) -> PrecisionRow:
         """The line of one product, with Transformer Engine as its kernel."""
         row = super().row(product)
-        reason = row.reason if row.is_fallback or not row.delivered.startswith("fp8") else ""
+        delivered = not row.is_fallback and row.delivered.startswith("fp8")
+        reason = self.decision.rule if delivered else row.reason
         kernel = f"Transformer Engine {self.version[0]}.{self.version[1]} {row.delivered}"
         return replace(row, kernel=kernel, reason=reason)
 

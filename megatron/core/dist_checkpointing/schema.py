@@ -145,6 +145,11 @@ def _range_pieces(
                 yield Piece(values[window], tuple(s - a + b for s, a, b in moved))
 
 
+def stored_key(name: str, param: Tensor, stacking: Stacking) -> str:
+    """Return the key under which a parameter of the model is stored."""
+    return address(global_name(name, param), stacking.layers_differ).key
+
+
 def sharded_state(
     tensors: Iterable[tuple[str, Tensor, Tensor]],
     mesh: ParallelState,
@@ -178,17 +183,35 @@ def sharded_state(
     return {key: merge(key, shards) for key, shards in parts.items()}
 
 
-def model_state(model: nn.Module, mesh: ParallelState, stacking: Stacking) -> dict[str, Sharded]:
+def model_state(
+    model: nn.Module,
+    mesh: ParallelState,
+    stacking: Stacking,
+    in_fp8: Mapping[str, tuple[Tensor, FlatRange]] | None = None,
+) -> dict[str, Sharded]:
     """Describe the parameters and persistent buffers of a bare model. Tied parameters occur once.
 
     A buffer is the same on every rank that has it.
+
+    Args:
+        model: The model.
+        mesh: The process mesh.
+        stacking: Which tensors are stored together.
+        in_fp8: Of weights that rest in FP8, so that their parameters have no numbers: what this
+            rank owns of each, flat, and which elements that is. Other ranks have the rest.
     """
-    named = [(name, param, param) for name, param in model.named_parameters()]
+    owned = {name: own for name, (_, own) in (in_fp8 or {}).items()}
+    named: list[tuple[str, Tensor, Tensor]] = []
+    for name, param in model.named_parameters():
+        if in_fp8 is not None and name in in_fp8:
+            named.append((name, in_fp8[name][0], param))
+        elif in_fp8 is None or not hasattr(param, "fp8_weight"):
+            named.append((name, param, param))
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 named.append((name, buffer, buffer))
-    return sharded_state(named, mesh, stacking)
+    return sharded_state(named, mesh, stacking, owned)
 
 
 def optimizer_state(

@@ -11,22 +11,21 @@ all ranges, the sums of a range are then added up over the ranks that own it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatron.core.comm_log import GRADIENT_SYNC, PARAMETER_GATHER
-from megatron.core.errors import MegatronError, complaint
+from megatron.core.distributed.bucket import Bucket, Wire
+from megatron.core.distributed.fp8_params import Fp8Bucket, store
+from megatron.core.distributed.fp8_reduction import BLOCK
+from megatron.core.distributed.reduction import Ranks, share
+from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.primary import Fp8Weight
 from megatron.core.mesh import Axis
 from megatron.core.shards import FlatRange
-from megatron.core.tensor_parallel.mappings import (
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
-from megatron.core.wire import Pending
 
 # So that no two parameters share a cache line, and vectorized arithmetic meets the same elements
 # together whoever owns them.
@@ -64,6 +63,7 @@ def plan_layout(
     *,
     num_shards: int | None = None,
     alone: Sequence[bool] = (),
+    block: int = 1,
 ) -> Layout:
     """Place parameters one after the other and cut between them.
 
@@ -73,9 +73,12 @@ def plan_layout(
         num_shards: Ranks that share each bucket in equal ranges; None for no sharding, which needs
             no padding.
         alone: For each parameter whether it has a bucket to itself.
+        block: Elements of which each range and each parameter gets a whole number.
     """
-    param_step = 1 if num_shards is None else _PARAM_ALIGNMENT
-    bucket_step = 1 if num_shards is None else math.lcm(num_shards, _BUCKET_ALIGNMENT)
+    param_step = math.lcm(block, 1 if num_shards is None else _PARAM_ALIGNMENT)
+    bucket_step = block
+    if num_shards is not None:
+        bucket_step = math.lcm(num_shards * block, _BUCKET_ALIGNMENT)
     offsets: list[int] = []
     buckets: list[tuple[int, int, int, int]] = []
     position = start = first = 0
@@ -95,134 +98,6 @@ def plan_layout(
     return Layout(tuple(offsets), tuple(buckets), position)
 
 
-class Bucket:
-    """A range of a buffer that travels in one collective.
-
-    Args:
-        grads: The bucket's gradients, fp32 `[elements]`.
-        values: The bucket's parameters `[elements]` when they are sharded, else None.
-        params: The parameters in it.
-        axis: Ranks that share it.
-        outer: Ranks of other groups that own the same range; none without sharding.
-        reduce_dtype: Type of gradients on the wire.
-    """
-
-    def __init__(
-        self,
-        grads: torch.Tensor,
-        values: torch.Tensor | None,
-        params: Sequence[nn.Parameter],
-        axis: Axis,
-        outer: Axis,
-        reduce_dtype: torch.dtype,
-    ) -> None:
-        self.params = list(params)
-        self._grads, self._values = grads, values
-        self._axis, self._outer, self._reduce_dtype = axis, outer, reduce_dtype
-        self._own = slice(None)
-        if values is not None:
-            self._own = _share(grads.numel(), axis.size, axis.rank)
-        self._wire: torch.Tensor | None = None
-        self._reducing: Pending | None = None
-        self._is_inner_sum = False
-        self._gathering: Pending | None = None
-        self.missing = len(self.params)
-        self.is_launched = False
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether parameters are on their way, so that nobody may read them yet."""
-        return self._gathering is not None
-
-    def expect_gradients(self) -> None:
-        """Count again how many parameters' gradients are not there yet."""
-        self.missing, self.is_launched = len(self.params), False
-
-    def arrive(self) -> bool:
-        """Note that one more gradient is complete; return whether all are.
-
-        Raises:
-            MegatronError: The bucket is on its way already, so the gradient came too late.
-        """
-        if self.is_launched or self.missing == 0:
-            raise MegatronError(
-                complaint(
-                    "--overlap-grad-reduce",
-                    "a gradient after its bucket was reduced",
-                    "Gradients must be complete with the backward pass of the last microbatch",
-                    "Run no second backward pass after it, or leave the flag out",
-                )
-            )
-        self.missing -= 1
-        return self.missing == 0
-
-    def start_reduce(self) -> None:
-        """Start to sum the gradients over the ranks."""
-        self.is_launched = True
-        if self._axis.size == 1 and self._outer.size == 1:
-            return
-        low = self._reduce_dtype != self._grads.dtype
-        self._wire = wire = self._grads.to(self._reduce_dtype) if low else self._grads
-        self._is_inner_sum = self._outer.size > 1
-        if self._axis.size == 1:
-            self.continue_reduce()
-        elif self._values is None:
-            self._reducing = start_all_reduce(wire, self._axis, GRADIENT_SYNC)
-        else:
-            own = wire[self._own]
-            self._reducing = start_reduce_scatter(own, wire, self._axis, GRADIENT_SYNC)
-
-    def continue_reduce(self) -> None:
-        """Start to add up the sums of several groups, when those of this one are there."""
-        if not self._is_inner_sum or self._wire is None:
-            return
-        if self._reducing is not None:
-            self._reducing.wait()
-        self._is_inner_sum = False
-        self._reducing = start_all_reduce(self._wire[self._own], self._outer, GRADIENT_SYNC)
-
-    def finish_reduce(self) -> None:
-        """Wait for the sums; they are then in this rank's range."""
-        self.continue_reduce()
-        if self._reducing is not None:
-            self._reducing.wait()
-        if self._wire is not None and self._wire is not self._grads:
-            self._grads[self._own].copy_(self._wire[self._own])
-        self._reducing = self._wire = None
-
-    def scale(self, factor: torch.Tensor | float) -> None:
-        """Multiply the gradients of this rank's range."""
-        self._grads[self._own].mul_(factor)
-
-    def start_gather(self) -> None:
-        """Start to fetch the other ranks' ranges of the parameters."""
-        if self._values is None:
-            return
-        if self._axis.size > 1:
-            own = self._values[self._own]
-            self._gathering = start_all_gather(self._values, own, self._axis, PARAMETER_GATHER)
-        else:
-            self._announce()
-
-    def finish_gather(self) -> None:
-        """Wait for the parameters."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
-            self._announce()
-
-    def _announce(self) -> None:
-        # The collective wrote behind the parameters' back; caches of a weight's quantized form
-        # notice a change by the version alone.
-        for param in self.params:
-            torch.autograd.graph.increment_version(param)
-
-
-def _share(elements: int, shards: int, rank: int) -> slice:
-    share = elements // shards
-    return slice(rank * share, (rank + 1) * share)
-
-
 class GradBuffer:
     """Gradients of parameters that are summed over the same ranks, in one flat tensor.
 
@@ -232,15 +107,20 @@ class GradBuffer:
     Args:
         params: Parameters of one type, in model order.
         axis: Ranks that hold copies of them; with several groups, those of this group.
-        reduce_dtype: Type of gradients on the wire.
+        reduce_dtype: Type of gradients on the wire; an FP8 one for `Fp8Reduction`.
         outer: Ranks of other groups that own the same ranges; None for one group.
         bucket_size: Elements of a bucket; None for the default.
         sharded: Whether each rank owns a range of every bucket.
+        feedback: See `Wire`.
+        fp8_weights: If the parameters are weights that may rest in FP8, the precision of the layer
+            of each of them.
 
     Attributes:
         flat: All gradients, fp32 `[elements]`.
         params: The parameters, in buffer order.
         buckets: The buckets, in the order in which backward completes them.
+        fp8_weights: Weights that may rest in FP8; all parameters, or none.
+        codes: A place for their codes, uint8 `[elements]`; None without any.
     """
 
     def __init__(
@@ -252,22 +132,35 @@ class GradBuffer:
         outer: Axis | None = None,
         bucket_size: int | None = None,
         sharded: bool = False,
+        feedback: bool = True,
+        fp8_weights: Mapping[nn.Parameter, LinearPrecision] | None = None,
     ) -> None:
+        wire = Wire(reduce_dtype, feedback)
         self.params = list(reversed(params))
         self.axis, self.sharded = axis, sharded
         self.outer = outer or Axis.single("outer")
         # Two pipeline stages may hold copies of one embedding, and sum its gradient range by range:
         # in a bucket of its own it is cut at the same places on both.
+        ranks = Ranks(axis, self.outer, sharded)
+        num_shards = axis.size if sharded else None
+        if wire.is_fp8 and not ranks.alone:
+            # Of the exchange, that is; see `Fp8Reduction`.
+            num_shards = axis.size if axis.size > 1 else self.outer.size
         layout = plan_layout(
             [p.numel() for p in self.params],
             bucket_size or default_bucket_size(axis.size),
-            num_shards=axis.size if sharded else None,
+            num_shards=num_shards,
             alone=[sharded and getattr(p, "shared_embedding", False) for p in self.params],
+            block=BLOCK if wire.is_fp8 else 1,
         )
         device = self.params[0].device if self.params else None
         self.flat = torch.zeros(layout.elements, dtype=torch.float32, device=device)
         self._values: torch.Tensor | None = None
-        if sharded and self.params:
+        self.codes: torch.Tensor | None = None
+        self.fp8_weights = [Fp8Weight(p, fp8_weights[p]) for p in self.params if fp8_weights]
+        if self.fp8_weights:
+            self.codes = torch.zeros(layout.elements, dtype=torch.uint8, device=device)
+        elif sharded and self.params:
             dtype = self.params[0].dtype
             self._values = torch.zeros(layout.elements, dtype=dtype, device=device)
         for param, start in zip(self.params, layout.offsets, strict=True):
@@ -275,26 +168,52 @@ class GradBuffer:
             param.main_grad = self.flat[start:stop].view(param.shape)  # type: ignore[attr-defined]
             if self._values is not None:
                 _move(param, self._values[start:stop])
-        self.buckets = [
-            Bucket(
-                self.flat[start:stop],
-                None if self._values is None else self._values[start:stop],
-                self.params[first:last],
-                axis,
-                self.outer,
-                reduce_dtype,
-            )
-            for start, stop, first, last in layout.buckets
-        ]
         self._layout = layout
+        self.buckets = [self._bucket(number, ranks, wire) for number in range(len(layout.buckets))]
+        self._places = {
+            self.params[index]: (bucket, slice(begin, begin + self.params[index].numel()))
+            for bucket, (start, _, first, last) in zip(self.buckets, layout.buckets, strict=True)
+            for index, begin in ((i, layout.offsets[i] - start) for i in range(first, last))
+        }
         self._owned = self.ranges_of(axis.rank)
+
+    def _bucket(self, number: int, ranks: Ranks, wire: Wire) -> Bucket:
+        start, stop, first, last = self._layout.buckets[number]
+        values = self._values if self.codes is None else self.codes
+        common: dict[str, Any] = {
+            "grads": self.flat[start:stop],
+            "values": None if values is None else values[start:stop],
+            "params": self.params[first:last],
+            "ranks": ranks,
+            "wire": wire,
+        }
+        if not self.fp8_weights:
+            return Bucket(**common)
+        offsets = (offset - start for offset in self._layout.offsets[first:last])
+        weights = self.fp8_weights[first:last]
+        places = [
+            (weight, slice(begin, begin + weight.weight.numel()))
+            for weight, begin in zip(weights, offsets, strict=True)
+        ]
+        return Fp8Bucket(places, self.params[0].dtype, **common)
+
+    def store_masters(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Make new codes of weights that may rest in FP8; gathering follows. Collective.
+
+        Args:
+            masters: Of the elements that this rank owns, flat fp32.
+        """
+        buckets = [bucket for bucket in self.buckets if isinstance(bucket, Fp8Bucket)]
+        if buckets:
+            store(buckets, self.axis, self._owned, masters)
 
     def ranges_of(self, rank: int) -> dict[nn.Parameter, FlatRange]:
         """Return which elements of every parameter a rank of the axis owns: all if not sharded."""
         owned = {}
-        shards = self.axis.size if self.sharded else 1
         for start, stop, first, last in self._layout.buckets:
-            own = _share(stop - start, shards, rank if self.sharded else 0)
+            own = slice(0, stop - start)
+            if self.sharded:
+                own = share(stop - start, self.axis, rank)
             for index in range(first, last):
                 param, offset = self.params[index], self._layout.offsets[index] - start
                 low = min(max(own.start - offset, 0), param.numel())
@@ -306,9 +225,14 @@ class GradBuffer:
         """Return which elements of a parameter this rank reduces and updates; maybe none."""
         return self._owned[param]
 
-    def zero(self) -> None:
-        """Forget all gradients."""
-        self.flat.zero_()
+    def zero(self, factor: float) -> None:
+        """Forget the gradients of the last step; see `Reduction.clear`."""
+        for bucket in self.buckets:
+            bucket.reduction.clear(factor)
+
+    def place(self, param: nn.Parameter) -> tuple[Bucket, slice]:
+        """Return the bucket of a parameter and where the parameter lies in it."""
+        return self._places[param]
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply the gradients that this rank keeps."""

@@ -13,16 +13,20 @@ rank, whatever happens on it. They are the same with and without overlap, so tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from megatron.core.distributed.buffers import Bucket, GradBuffer
+from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.buffers import GradBuffer
+from megatron.core.distributed.fp8_reduction import Fp8Reduction
+from megatron.core.fp8.precision import LinearPrecision
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import Axis
 from megatron.core.shards import FlatRange, is_expert
+from megatron.core.wire import FP8_DTYPES
 
 
 class DistributedDataParallel(nn.Module):
@@ -36,6 +40,10 @@ class DistributedDataParallel(nn.Module):
     (the rest of `main_grad` is then of no use), and after an update of these ranges
     `gather_params` makes the parameters whole again.
 
+    Attributes:
+        keeps_residual: Whether FP8 reductions keep something for the next step.
+        loss_scale: Factor on the loss of the last step, and so on what is kept of it.
+
     Args:
         module: The model; its parameters exist and stay the same objects.
         dp_axis: Ranks that hold copies of the dense parameters and see other tokens: data- and
@@ -44,7 +52,8 @@ class DistributedDataParallel(nn.Module):
         outer_axis: With `sharded`: if `dp_axis` is one of several groups of replicas, each of which
             shares all ranges, the ranks of all groups that own the same ranges.
         expert_outer_axis: The same for expert parameters.
-        reduce_dtype: Type of gradients on the wire.
+        reduce_dtype: Type of gradients on the wire; an FP8 one for `Fp8Reduction`.
+        error_feedback: In FP8: send what rounding takes away with the next step.
         sharded: Whether each rank owns a range of every bucket (the distributed optimizer).
         bucket_size: Elements of one bucket; None for the default or for `num_buckets`.
         num_buckets: About how many buckets to make, of dense and expert parameters together.
@@ -53,6 +62,8 @@ class DistributedDataParallel(nn.Module):
             own.
         weight_grads: Where the module's linear layers put off their weight gradients: a gradient is
             complete when nothing of it is put off.
+        fp8_weights: With `sharded`: weights that are to rest in FP8 (see `Fp8Weight`), with the
+            precision of their layers. They do from the first `store_masters` on.
     """
 
     def __init__(
@@ -64,26 +75,37 @@ class DistributedDataParallel(nn.Module):
         outer_axis: Axis | None = None,
         expert_outer_axis: Axis | None = None,
         reduce_dtype: torch.dtype = torch.float32,
+        error_feedback: bool = True,
         sharded: bool = False,
         bucket_size: int | None = None,
         num_buckets: int | None = None,
         overlap_reduce: bool = False,
         overlap_gather: bool = False,
         weight_grads: WeightGradQueue | None = None,
+        fp8_weights: Mapping[nn.Parameter, LinearPrecision] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.sharded = sharded
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
+        self.keeps_residual = reduce_dtype in FP8_DTYPES and error_feedback
         trained = [p for p in module.parameters() if p.requires_grad]
         if num_buckets is not None and bucket_size is None:
             bucket_size = max(1, -(-sum(p.numel() for p in trained) // num_buckets))
+        self._fp8_weights = frozenset(fp8_weights or ())
         dense, expert = (dp_axis, outer_axis), (expert_dp_axis or dp_axis, expert_outer_axis)
         self.buffers_by_axis = [
             GradBuffer(
-                params, axis, reduce_dtype, outer=outer, bucket_size=bucket_size, sharded=sharded
+                params,
+                axis,
+                reduce_dtype,
+                outer=outer,
+                bucket_size=bucket_size,
+                sharded=sharded,
+                feedback=error_feedback,
+                fp8_weights=fp8_weights if params[0] in self._fp8_weights else None,
             )
-            for (axis, outer), params in _by_kind(trained, dense, expert)
+            for (axis, outer), params in _by_kind(trained, dense, expert, self._fp8_weights)
         ]
         place = {param: number for number, param in enumerate(trained)}
         self._buckets = sorted(
@@ -96,6 +118,7 @@ class DistributedDataParallel(nn.Module):
         }
         self._is_last_backward = False
         self._next_bucket = 0
+        self.loss_scale = 1.0
         self._accumulators: list[Any] = []
         self._weight_grads = weight_grads
         if weight_grads is not None and overlap_reduce:
@@ -119,10 +142,15 @@ class DistributedDataParallel(nn.Module):
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def zero_grad_buffer(self) -> None:
-        """Forget all gradients; call it before the first microbatch of a step."""
+    def zero_grad_buffer(self, loss_scale: float = 1.0) -> None:
+        """Forget all gradients; call it before the first microbatch of a step.
+
+        Args:
+            loss_scale: Factor with which the step's backward passes start.
+        """
+        factor, self.loss_scale = loss_scale / self.loss_scale, loss_scale
         for buffer in self.buffers_by_axis:
-            buffer.zero()
+            buffer.zero(factor)
         for param in self.trained_params:
             param.grad = None
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -158,6 +186,63 @@ class DistributedDataParallel(nn.Module):
         """Multiply the gradients that this rank keeps."""
         for buffer in self.buffers_by_axis:
             buffer.scale(factor)
+
+    # -- what FP8 reductions keep for the next step ------------------------------------------------
+
+    def drop_residual(self) -> None:
+        """Say that the step is not taken, so that nothing of its gradients is to be sent later."""
+        for reduction in self._fp8_reductions():
+            reduction.drop()
+
+    def residuals(self, *, fresh: bool = False) -> dict[nn.Parameter, torch.Tensor]:
+        """What this rank keeps of each parameter's gradient, flat; without those it keeps none of.
+
+        Args:
+            fresh: To be written into instead of read: zeros, which the next step takes over.
+        """
+        kept: dict[Bucket, torch.Tensor | None] = {}
+        for bucket in self._buckets:
+            reduction = bucket.reduction
+            if isinstance(reduction, Fp8Reduction):
+                kept[bucket] = reduction.expect() if fresh else reduction.expose()
+        found = {}
+        for param in self.trained_params:
+            bucket, place = self._buffer_of[param].place(param)
+            tensor = kept.get(bucket)
+            if tensor is not None:
+                found[param] = tensor[place]
+        return found
+
+    def add_up_residuals(self) -> None:
+        """Let what all ranks keep of an element be with its owner. Collective.
+
+        Owners in several groups have the same, so that all but the first must clear it.
+        """
+        for reduction in self._fp8_reductions():
+            reduction.add_up()
+
+    def residual_owner(self, param: nn.Parameter) -> tuple[FlatRange, Axis]:
+        """Elements of a parameter whose sums this rank makes, and ranks that make the same ones."""
+        bucket, place = self._buffer_of[param].place(param)
+        reduction = bucket.reduction
+        if not isinstance(reduction, Fp8Reduction):
+            return FlatRange(0, 0), Axis.single("outer")
+        low = max(reduction.owned.start, place.start)
+        high = max(min(reduction.owned.stop, place.stop), low)
+        if low >= place.stop:
+            return FlatRange(0, 0), reduction.copies
+        return FlatRange(low - place.start, high - place.start), reduction.copies
+
+    def residual_tensors(self) -> list[torch.Tensor]:
+        """Return the memory that residuals take beside the gradient buffers."""
+        found = (reduction.residual for reduction in self._fp8_reductions())
+        return [residual for residual in found if residual is not None]
+
+    def _fp8_reductions(self) -> list[Fp8Reduction]:
+        found = (bucket.reduction for bucket in self._buckets)
+        return [reduction for reduction in found if isinstance(reduction, Fp8Reduction)]
+
+    # -- arrival of gradients ----------------------------------------------------------------------
 
     def _watch(self, param: nn.Parameter) -> None:
         """Notice when backward is done with a parameter.
@@ -216,6 +301,36 @@ class DistributedDataParallel(nn.Module):
         buffer = self._buffer_of[param]
         return buffer.outer if self.sharded else buffer.axis
 
+    def store_masters(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Make new FP8 weights of their masters; `gather_params` follows. Collective.
+
+        Args:
+            masters: Of the elements that this rank owns, flat fp32; others are left out.
+        """
+        if self._fp8_weights:
+            self.finish_param_sync()
+        for buffer in self.buffers_by_axis:
+            buffer.store_masters(masters)
+
+    def is_in_fp8(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is a weight that may rest in FP8: `store_masters` writes it."""
+        return param in self._fp8_weights
+
+    @property
+    def keeps_fp8_weights(self) -> bool:
+        """Whether there are weights that may rest in FP8."""
+        return bool(self._fp8_weights)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether FP8 weights have to be made anew: a scale, or what layers run in, has changed."""
+        return not all(w.is_current for b in self.buffers_by_axis for w in b.fp8_weights)
+
+    def fp8_tensors(self) -> list[torch.Tensor]:
+        """Return the memory of weights that may rest in FP8, beside the parameters themselves."""
+        found = [b.codes for b in self.buffers_by_axis if b.codes is not None]
+        return found + [t for b in self.buffers_by_axis for w in b.fp8_weights for t in w.tensors]
+
     def gather_params(self) -> None:
         """Fetch what other ranks updated; with overlap, modules wait for it when they run."""
         for bucket in reversed(self._buckets):  # forward order
@@ -249,12 +364,13 @@ _Kind = TypeVar("_Kind")
 
 
 def _by_kind(
-    trained: Sequence[nn.Parameter], dense: _Kind, expert: _Kind
+    trained: Sequence[nn.Parameter], dense: _Kind, expert: _Kind, in_fp8: Collection[nn.Parameter]
 ) -> list[tuple[_Kind, list[nn.Parameter]]]:
     """Group parameters by the ranks that share them and by type; one flat tensor has one type."""
-    kinds: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+    kinds: dict[tuple[bool, torch.dtype, bool], list[nn.Parameter]] = {}
     for param in trained:
-        kinds.setdefault((is_expert(param), param.dtype), []).append(param)
+        kind = (is_expert(param), param.dtype, param in in_fp8)
+        kinds.setdefault(kind, []).append(param)
     order = sorted(kinds, key=lambda kind: kind[0])  # dense first
     return [(expert if kind[0] else dense, kinds[kind]) for kind in order]
 

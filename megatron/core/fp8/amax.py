@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -165,6 +165,7 @@ class _Entry:
     forward: slice
     backward: slice
     limits: tuple[float, float]  # largest values of the formats of each direction
+    names: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
 
 class AmaxBook:
@@ -196,6 +197,7 @@ class AmaxBook:
         fwd_columns: int = len(FORWARD_COLUMNS),
         bwd_columns: int = len(BACKWARD_COLUMNS),
         recipe: DelayedScaling | None = None,
+        names: Mapping[tuple[str, int], str] | None = None,
     ) -> Slots:
         """Give a layer its columns.
 
@@ -206,6 +208,7 @@ class AmaxBook:
             fwd_columns: Tensors of its forward pass.
             bwd_columns: Tensors of its backward pass.
             recipe: Its recipe, which may have other formats than the book's.
+            names: Of columns, by direction and number, where they are not those of products.
 
         Raises:
             PrecisionError: If the path is taken.
@@ -222,7 +225,7 @@ class AmaxBook:
         limits = self._limits_of(recipe or self.recipe)
         free = self._free.get((fwd_columns, bwd_columns))
         if free:
-            self._entries[path] = replace(free.pop(), limits=limits)
+            self._entries[path] = replace(free.pop(), limits=limits, names=names or {})
             self._grow()
             self._write_limits(self._entries[path], self._fp8_max)
             self.reset(path)
@@ -232,6 +235,7 @@ class AmaxBook:
             slice(first_fwd, first_fwd + fwd_columns),
             slice(first_bwd, first_bwd + bwd_columns),
             limits,
+            names or {},
         )
         self._counts["forward"] += fwd_columns
         self._counts["backward"] += bwd_columns
@@ -399,7 +403,7 @@ class AmaxBook:
     def names(self) -> list[str]:
         """`path.column` of every column, in buffer order; empty for a column without a layer."""
         out = [""] * sum(self._counts.values())
-        for path in self._entries:
+        for path, entry in self._entries.items():
             for direction, known in (
                 ("forward", FORWARD_COLUMNS),
                 ("backward", BACKWARD_COLUMNS),
@@ -408,7 +412,8 @@ class AmaxBook:
                 for i, column in enumerate(range(span.start, span.stop)):
                     gemm = i // len(known)
                     suffix = f"[{gemm}]" if span.stop - span.start > len(known) else ""
-                    out[column] = f"{path}.{known[i % len(known)]}{suffix}"
+                    name = f"{known[i % len(known)]}{suffix}"
+                    out[column] = f"{path}.{entry.names.get((direction, i), name)}"
         return out
 
     # -- checkpoint -----------------------------------------------------------------------------

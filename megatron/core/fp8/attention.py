@@ -105,7 +105,8 @@ def delayed_part(recipe: Recipe) -> DelayedScaling:
 
 def register_attention(book: AmaxBook, path: str, recipe: DelayedScaling) -> Slots:
     """Give an attention layer its columns, with limits of the recipe's formats."""
-    return book.register(path, FORWARD_WIDTH, BACKWARD_WIDTH, recipe=recipe)
+    names = {tensor.value: name for tensor, name in COLUMN_NAMES.items()}
+    return book.register(path, FORWARD_WIDTH, BACKWARD_WIDTH, recipe=recipe, names=names)
 
 
 class Pieces:
@@ -176,7 +177,12 @@ class AttentionPrecision:
     @property
     def active(self) -> bool:
         """Whether a forward started now runs in FP8."""
-        return self.decision.recipe is not None and self.state.enabled and not self.suspended
+        return self.decision.recipe is not None and self.state.enabled and not self.held_back
+
+    @property
+    def held_back(self) -> str:
+        """Why attention is held in high precision for now; empty if it is not."""
+        return self.suspended or self.state.held
 
     def quantizes(self, tensor: AttentionTensor) -> bool:
         """Whether the recipe quantizes a tensor."""
@@ -214,14 +220,28 @@ class AttentionPrecision:
             if axis is not None and axis.size > 1:
                 amax = all_reduce(amax.view(1), axis, op="max", part=AMAX).view(())
             scale = recipe.scale(amax, fmt.max)
-            return [self._cast(x, scale, fmt)[0] for x in parts]
+            made = [self._cast(x, scale, fmt)[0] for x in parts]
+            self._note(tensor, parts, made)
+            return made
         slot = self._slot(tensor)
         made = []
         for x in parts:
             quantized, largest = self._cast(x, slot.scale, fmt, want_amax=True)
             made.append(quantized)
             self._record(slot, largest)
+        self._note(tensor, parts, made)
         return made
+
+    def _note(
+        self,
+        tensor: AttentionTensor,
+        parts: Sequence[torch.Tensor],
+        made: Sequence[QuantizedTensor],
+    ) -> None:
+        if self.state.stats is not None and self.state.recording:
+            for x, quantized in zip(parts, made, strict=True):
+                path = f"{self.path}.{COLUMN_NAMES[tensor]}"
+                self.state.stats.note(path, tensor.role, x, quantized)
 
     def _cast(
         self, x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format, *, want_amax: bool = False
@@ -273,16 +293,16 @@ class AttentionPrecision:
         first, second = (recipe.format_of(tensor.role) for tensor in _PRODUCTS[product])
         name = f"fp8 {first.name}x{second.name} {recipe.name}"
         if not self.active:
-            reason = self.suspended or "FP8 is switched off at this step"
-            by_policy = bool(self.suspended)
+            planned = self.held_back or self.state.waits(self.decision.rule)
+            reason = planned or "FP8 is switched off at this step"
             return PrecisionRow(
-                self.path, product, name, plain, "softmax attention", reason, by_policy
+                self.path, product, name, plain, "softmax attention", reason, bool(planned)
             )
-        kernel = kernel_name(
-            first, second, hardware=False, emulation="exact", device=self.state.device
-        )
-        reason = "torch has no attention in FP8" if self.state.hardware else ""
-        return PrecisionRow(self.path, product, name, name, kernel, reason)
+        kernel = kernel_name(first, second, emulation="exact", device=self.state.device)
+        reasons = [self.decision.rule] if self.decision.rule else []
+        if self.state.hardware:
+            reasons.append("torch has no attention in FP8")
+        return PrecisionRow(self.path, product, name, name, kernel, "; ".join(reasons))
 
 
 def decide_attention(decision: Decision, choice: AttentionChoice) -> Decision:
@@ -311,4 +331,4 @@ def decide_attention(decision: Decision, choice: AttentionChoice) -> Decision:
                 " attention in high precision",
             )
         )
-    return decision
+    return Decision(recipe, rule=decision.rule)  # rules for single products are for linear layers

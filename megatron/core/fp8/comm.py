@@ -93,7 +93,10 @@ def from_lines(sent: torch.Tensor, like: QuantizedTensor) -> QuantizedTensor:
     else:
         scale_inv = from_e8m0(packed) if like.power_of_two else packed.view(torch.float32)
     data = codes.reshape(-1, cols).view(like.fmt.torch_dtype)
-    rows = replace(like, data=data, scale_inv=scale_inv, folded=False).hold()
+    rows = replace(like, data=data, scale_inv=scale_inv, folded=False)
+    if not like.is_held:
+        return rows
+    rows = rows.hold()
     return rows.fold() if like.folded else rows
 
 

@@ -1,17 +1,19 @@
 """`gemm_nt`: the one matrix product, `y[M, N] = a[M, K] @ b[N, K]^T`, in every precision.
 
-FP8 operands run on hardware through `torch._scaled_mm`, or are emulated. The emulation multiplies
-grid values (exact in bf16, their products exact in fp32), accumulates in fp32 and then applies both
-inverse scales:
+Operands in the FP8 type run on hardware (see `hardware.py`), others are emulated. The emulation
+multiplies grid values (exact in bf16, their products exact in fp32), accumulates in fp32 and then
+applies both inverse scales:
 
 * `exact`: an fp32 product, scaled in fp32, rounded once to the output type.
 * `fast`: a bf16 product where the CPU has bf16 instructions and the output is bf16. A library that
   rounds before it scales may differ from `exact` by one unit in the last place of bf16.
+* `hopper`: summed up as Hopper's tensor cores do, see `accumulation`; one rounding.
 
-Scales of blocks are applied to the operands instead, before the product. With powers of two that is
-exact in bf16 and `fast` rounds once, too; with other scales both modes multiply in fp32. Scaled
-values below 2**-126 or above the largest bf16 lose bits. FP4 values times their block's scale are
-exact in bf16, too, and the scale of the tensor above them is applied to the product as above.
+In the first two, scales of blocks are applied to the operands instead, before the product. With
+powers of two that is exact in bf16 and `fast` rounds once, too; with other scales both modes
+multiply in fp32. Scaled values below 2**-126 or above the largest bf16 lose bits. FP4 values times
+their block's scale are exact in bf16, too, and the scale of the tensor above them is applied to the
+product as above.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.capability import gemm_dtype
+from megatron.core.fp8 import accumulation
+from megatron.core.fp8.accumulation import HOPPER
 from megatron.core.fp8.formats import Fp8Format
+from megatron.core.fp8.hardware import multiply
 from megatron.core.fp8.tensor import QuantizedTensor
 
-EMULATIONS = ("fast", "exact")
-_ALIGNMENT = 16  # torch._scaled_mm needs K and N in these multiples
+EMULATIONS = ("fast", "exact", HOPPER)
 _SAFE_ALPHA = (1e-37, 1e37)
 
 _MIXED = "gemm_nt: got one quantized and one plain operand. Quantize both or none."
@@ -51,19 +55,25 @@ def gemm_nt(
         b: `[N, K]`; both quantized or both plain.
         out_dtype: Type of the result.
         bias: `[N]`, added before the result is rounded.
-        emulation: `fast` or `exact`, for quantized operands without FP8 hardware.
-        fast_accum: Hardware only: accumulate with less than full fp32 precision.
+        emulation: `fast`, `exact` or `hopper`, for quantized operands without FP8 hardware.
+        fast_accum: On hardware and with `hopper`: never go on in fp32 on the way.
         out: `[M, N]` in `out_dtype`, written to and returned.
 
     Returns:
         `[M, N]`.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if emulation == HOPPER and not _on_hardware(a, b):
+            made = accumulation.multiply(a, b, split=not fast_accum)
+            made = made if bias is None else made.add_(bias.float())
+            return made.to(out_dtype) if out is None else _put(made, out)
         a, b = a.uniform(), b.uniform()
+        if _on_hardware(a, b):
+            product = multiply(a, b, out_dtype, bias, fast_accum, out)
+            if product is not None:
+                return product
         if _by_blocks(a, b):
             made = _plain(*_block_values(a, b, out_dtype, emulation), out_dtype, bias, out)
-        elif not a.is_held and not b.is_held:
-            return _hardware(a, b, out_dtype, bias, fast_accum, out)
         else:
             made = _emulated(a, b, out_dtype, bias, emulation)
     elif isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
@@ -111,10 +121,10 @@ class Product:
         A row of the result does not depend on the other rows of `a`.
         """
         if isinstance(self.b, QuantizedTensor):
-            if self.b.block is not None:
-                return replace(self, b=ready(self.b))
             if not self.b.is_held:
                 return self
+            if self.b.block is not None:
+                return replace(self, b=ready(self.b))
             compute = _emulation_dtype(self.b.data, self.out_dtype, self.emulation)
             return replace(self, b=replace(self.b, data=self.b.data.to(compute)))
         return replace(self, b=self.b.to(_compute_dtype(self.b)))
@@ -128,11 +138,14 @@ def gemm_nt_accumulate(
     No rounding between the fp32 accumulator and `out`, unless the product itself runs in bf16.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if emulation == HOPPER and not _on_hardware(a, b):
+            out.add_(accumulation.multiply(a, b, split=True))
+            return
         a, b = a.uniform(), b.uniform()
-        if _by_blocks(a, b):
+        held = a.is_held and b.is_held
+        if held and _by_blocks(a, b):
             _accumulate_blocks(a, b, out, emulation)
             return
-        held = a.is_held and b.is_held
         exact = emulation == "exact" or (held and _compute_dtype(a.data) == torch.float32)
         alpha = _alpha(a, b) if held and exact and out.dtype == torch.float32 else None
         if alpha is not None:
@@ -153,6 +166,8 @@ def gemm_nt_accumulate(
 def ready(a: Operand) -> Operand:
     """`a` as it is multiplied here, so that several products share the conversion."""
     if isinstance(a, QuantizedTensor):
+        if not a.is_held:
+            return a
         if a.block is not None:
             return a.values(ready_dtype(a))
         return replace(a, data=a.data.to(ready_dtype(a)))
@@ -162,9 +177,10 @@ def ready(a: Operand) -> Operand:
 def ready_dtype(a: Operand) -> torch.dtype:
     """The type of the elements of `ready(a)`."""
     if isinstance(a, QuantizedTensor):
-        if a.block is not None and not a.folded and a.tensor_inv is None:
-            return torch.float32
-        return _compute_dtype(a.data) if a.is_held else a.data.dtype
+        if not a.is_held:
+            return a.data.dtype
+        blocks = a.block is not None and not a.folded and a.tensor_inv is None
+        return torch.float32 if blocks else _compute_dtype(a.data)
     return _compute_dtype(a)
 
 
@@ -172,23 +188,24 @@ def kernel_name(
     a: Fp8Format,
     b: Fp8Format,
     *,
-    hardware: bool,
     emulation: str,
     device: torch.device,
     exact_in_bf16: bool = True,
+    split: bool = True,
 ) -> str:
-    """What multiplies two quantized operands, in words.
+    """What emulates the product of two quantized operands, in words.
 
     Args:
         a: Format of the first operand.
         b: Format of the second.
-        hardware: Whether the operands are in the FP8 type.
-        emulation: `fast` or `exact`, where they are not.
+        emulation: `fast`, `exact` or `hopper`.
         device: Where they are.
         exact_in_bf16: Whether a bf16 product computes what `fast` promises.
+        split: Whether `hopper` goes on in fp32 every 128 products.
     """
-    if hardware:
-        return f"_scaled_mm {a.name}x{b.name}"
+    if emulation == HOPPER:
+        kind = "split" if split else "fast"
+        return f"emulated {a.name}x{b.name} GEMM, Hopper's {kind} accumulation"
     bf16 = gemm_dtype(torch.bfloat16, device) == torch.bfloat16
     fast = emulation == "fast" and bf16 and exact_in_bf16
     return f"emulated {a.name}x{b.name} {'bf16' if fast else 'fp32'} GEMM"
@@ -202,6 +219,10 @@ def _emulation_dtype(held: torch.Tensor, out_dtype: torch.dtype, emulation: str)
     """In which type grid values are multiplied."""
     fast = emulation == "fast" and out_dtype == torch.bfloat16
     return _compute_dtype(held) if fast else torch.float32
+
+
+def _on_hardware(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    return not a.is_held and not b.is_held
 
 
 def _by_blocks(a: QuantizedTensor, b: QuantizedTensor) -> bool:
@@ -281,52 +302,3 @@ def _emulated(
     if bias is not None:
         return torch.addmm(bias.to(compute), left, right, alpha=alpha)
     return torch.addmm(left.new_zeros(1), left, right, beta=0, alpha=alpha)
-
-
-def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """`x` `[r, c]` as bytes in a contiguous `[rows, cols]`, zeros around it."""
-    if x.shape == (rows, cols):
-        return x.contiguous()
-    out = torch.zeros(rows, cols, dtype=torch.uint8, device=x.device)
-    out[: x.shape[0], : x.shape[1]] = x.view(torch.uint8)
-    return out.view(x.dtype)
-
-
-def _hardware(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    fast_accum: bool,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """`torch._scaled_mm`, with zeros added to reach the multiples it needs."""
-    (m, k), n = a.data.shape, b.data.shape[0]
-    if m == 0 or k == 0:
-        made = torch.zeros(m, n, dtype=out_dtype, device=a.data.device)
-        made = made if bias is None else made + bias
-        return made if out is None else _put(made, out)
-    wide_k = -(-k // _ALIGNMENT) * _ALIGNMENT
-    wide_n = -(-n // _ALIGNMENT) * _ALIGNMENT
-    left = _padded(a.data, m, wide_k)
-    right = _padded(b.data, wide_n, wide_k)
-    # The kernel adds a bias of the output's type; it has none for fp32 outputs.
-    fuses = bias is not None and bias.dtype == out_dtype != torch.float32
-    fused = F.pad(bias, (0, wide_n - n)) if bias is not None and fuses else None
-    finished = n == wide_n and (bias is None or fuses)
-    # On paper the kernel has no form that writes into a tensor.
-    arguments = {"out": out} if finished and out is not None and not out.is_meta else {}
-    made = torch._scaled_mm(
-        left,
-        right.t(),
-        scale_a=a.scale_inv.reshape(()),
-        scale_b=b.scale_inv.reshape(()),
-        bias=fused,
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accum,
-        **arguments,
-    )
-    if not finished:
-        made = made[:, :n]
-        made = made if bias is None or fuses else made + bias
-    return made if out is None else _put(made, out)

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from megatron.core.errors import MegatronError, complaint
+from megatron.core.fp8.calibrate import measure, measure_forward
 from megatron.core.fp8.gemm import Operand, gemm_nt, ready
 from megatron.core.fp8.linear import accumulates, input_operands, weight_grad, weight_operands
 from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.primary import check_readable
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.row_codec import Arrival
 from megatron.core.fp8.tensor import QuantizedTensor, put_together, taken_apart
@@ -70,7 +72,11 @@ def grouped_linear(
     counts = list(tokens_per_expert)
     check_counts(counts, len(weights), x)
     seeds = [p.rounding_seed() if torch.is_grad_enabled() else 0 for p in precisions]
-    return _grouped_linear(x, tuple(precisions), counts, later, arrivals, seeds, *weights)
+    y = _grouped_linear(x, tuple(precisions), counts, later, arrivals, seeds, *weights)
+    if precisions and precisions[0].state.ranges is not None:
+        group = precisions[0].path.rpartition(".")[0]
+        precisions[0].state.ranges.backward(group, precisions[0], y)
+    return y
 
 
 def check_counts(counts: Sequence[int], num_experts: int, x: torch.Tensor) -> None:
@@ -171,7 +177,9 @@ def _forward(
     `row` is the quantized input if it came like that.
     """
     if not precision.active:
+        check_readable(weight)
         plain = x.to(weight.dtype)
+        measure_forward(precision, plain, weight)
         out.copy_(gemm_nt(plain, weight, out_dtype=weight.dtype))
         return plain if weight.requires_grad else None, weight
     rows, kept = input_operands(x, weight, precision, made=row)
@@ -209,12 +217,20 @@ def _backward(
     rows: Any = dy
     dgrad_in_fp8, wgrad_in_fp8 = (isinstance(o, QuantizedTensor) for o in (weight_col, x))
     one_cast = dgrad_in_fp8 == wgrad_in_fp8
+    if not (dgrad_in_fp8 or wgrad_in_fp8):
+        measure(precision, Role.GRAD_OUTPUT, dy)
+    kept: Any = None
     if dgrad_in_fp8:
-        quantizer = precision.quantizer(Role.GRAD_OUTPUT).seeded(seed)
+        quantizer = precision.quantizer(Role.GRAD_OUTPUT)
         one_cast = wgrad_in_fp8 and quantizer.transposable
-        rows = quantizer.rowwise(dy) if made is None else made
+        if made is None and wants_dw and wgrad_in_fp8 and quantizer.hardware:
+            rows, kept = precision.both(Role.GRAD_OUTPUT, dy, seed=seed)
+        else:
+            rows = precision.rowwise(Role.GRAD_OUTPUT, dy, seed=seed) if made is None else made
     if soon and wants_dw and one_cast:
         rows = ready(rows)
+    if kept is None:
+        kept = rows if one_cast else dy
     if dx is not None:
         if isinstance(weight_col, QuantizedTensor):
             emulation = precision.state.emulation
@@ -224,7 +240,7 @@ def _backward(
     if not wants_dw:
         return None
     if isinstance(x, QuantizedTensor):
-        return partial(_fp8_weight_grad, rows if one_cast else dy, x, weight, precision, seed)
+        return partial(_fp8_weight_grad, kept, x, weight, precision, seed)
     plain = dy if isinstance(rows, QuantizedTensor) else rows
     return partial(_plain_weight_grad, plain, x, weight)
 
@@ -232,7 +248,7 @@ def _backward(
 def _fp8_weight_grad(
     dy: Operand, x: QuantizedTensor, weight: torch.Tensor, precision: LinearPrecision, seed: int
 ) -> torch.Tensor | None:
-    dy_col = precision.quantizer(Role.GRAD_OUTPUT).seeded(seed).column(dy)
+    dy_col = precision.column(Role.GRAD_OUTPUT, dy, seed=seed)
     x_col = precision.quantizer(Role.INPUT).column(x)
     return weight_grad(dy_col, x_col, weight, precision.state.emulation)
 

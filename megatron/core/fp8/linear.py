@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.capability import gemm_dtype
+from megatron.core.fp8.calibrate import measure_forward, measure_gradient
 from megatron.core.fp8.comm import PLAIN, Sharding, Transfers, gather_rows, tensor_of
 from megatron.core.fp8.gemm import Operand, Product, gemm_nt, gemm_nt_accumulate, ready
 from megatron.core.fp8.precision import LinearPrecision
+from megatron.core.fp8.primary import check_readable
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.tensor import QuantizedTensor, put_together, taken_apart
 from megatron.core.fp8.weight_grads import WeightGradQueue
@@ -40,6 +42,7 @@ def linear(
     is_first_microbatch: bool | None = None,
     after_backward: Callable[[], None] | None = None,
     later: WeightGradQueue | None = None,
+    row: QuantizedTensor | None = None,
 ) -> torch.Tensor:
     """`x @ weight.T + bias` in the layer's precision.
 
@@ -61,6 +64,7 @@ def linear(
         after_backward: Called when the FP8 backward of this call has finished.
         later: Takes the product of the weight's gradient while it is collecting, if there is a
             `main_grad`.
+        row: The input as it was quantized already, in place of the values of `x`.
 
     Returns:
         `[..., out]` in the type of `weight`.
@@ -68,17 +72,41 @@ def linear(
     gather = None if gather is None or gather.size == 1 else gather
     scatter = None if scatter is None or scatter.size == 1 else scatter
     sharding = Sharding(gather, scatter, transfers)
+    hint = is_first_microbatch
+    y = _multiply(x, weight, bias, precision, sharding, hint, after_backward, later, row)
+    if precision.state.ranges is not None:
+        precision.state.ranges.backward(precision.path, precision, y)
+    return y
+
+
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    precision: LinearPrecision,
+    sharding: Sharding,
+    hint: bool | None,
+    after_backward: Callable[[], None] | None,
+    later: WeightGradQueue | None,
+    row: QuantizedTensor | None,
+) -> torch.Tensor:
+    """`linear`, in the precision of now."""
     if precision.active:
         seed = precision.rounding_seed() if torch.is_grad_enabled() else 0
         return _fp8_linear(
-            x, weight, bias, precision, sharding, is_first_microbatch, after_backward, later, seed
+            x, weight, bias, precision, sharding, hint, after_backward, later, seed, row
         )
+    check_readable(weight)
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
+    measure_forward(precision, x, weight)
     native = gemm_dtype(weight.dtype, weight.device) == weight.dtype
     if sharding.is_local and native and not accumulates(weight) and not accumulates(bias):
-        return F.linear(x, weight, bias)
-    return _plain_linear(x, weight, bias, sharding, later)
+        y = F.linear(x, weight, bias)
+    else:
+        y = _plain_linear(x, weight, bias, sharding, later)
+    measure_gradient(precision, y)
+    return y
 
 
 def accumulates(parameter: torch.Tensor | None) -> bool:
@@ -179,9 +207,10 @@ class _Fp8Linear(torch.autograd.Function):
         after_backward: Callable[[], None] | None,
         later: WeightGradQueue | None,
         seed: int,
+        row: QuantizedTensor | None,
     ) -> torch.Tensor:
         local = _flat(x)
-        rows, saved_x = input_operands(local, weight, precision, sharding.gather)
+        rows, saved_x = input_operands(local, weight, precision, sharding.gather, row)
         weight_row, weight_col = weight_operands(weight, precision, hint)
         emulation = precision.state.emulation
         y = sharding.multiply(
@@ -214,7 +243,7 @@ class _Fp8Linear(torch.autograd.Function):
             dx = finish_dx().view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.after_backward is not None:
             ctx.after_backward()
-        return dx, dw, db, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None
 
 
 def input_operands(
@@ -238,9 +267,11 @@ def input_operands(
     """
     decision, quantizer = precision.decision, precision.quantizer(Role.INPUT)
     plain = local if decision.fprop and decision.wgrad else local.to(weight.dtype)
+    if decision.fprop and decision.wgrad and weight.requires_grad and made is None:
+        return precision.both(Role.INPUT, local, axis=axis)
     quantized: QuantizedTensor | None = None
     if decision.fprop or (decision.wgrad and weight.requires_grad):
-        quantized = quantizer.rowwise(local, axis=axis) if made is None else made
+        quantized = precision.rowwise(Role.INPUT, local, axis=axis) if made is None else made
     rows = quantized if decision.fprop and quantized is not None else plain
     if not weight.requires_grad:
         return rows, None
@@ -285,12 +316,16 @@ def _fp8_input_grad(
         The input's gradient, and all rows of the output's for the weight's gradient: quantized if
         one cast serves both.
     """
-    sharding = ctx.sharding
-    quantizer = ctx.precision.quantizer(Role.GRAD_OUTPUT).seeded(ctx.seed)
+    sharding, precision = ctx.sharding, ctx.precision
     if isinstance(weight_col, torch.Tensor):
         return _plain_input_grad(ctx, dy, weight_col, soon)
     plain: torch.Tensor | None = None
+    quantizer = precision.quantizer(Role.GRAD_OUTPUT)
     one_cast = ctx.wgrad_in_fp8 and quantizer.transposable
+    if weight_col is not None and _one_kernel(ctx, quantizer.hardware):
+        rows, kept = precision.both(Role.GRAD_OUTPUT, dy, seed=ctx.seed)
+        product = Product(weight_col, ctx.weight.dtype, emulation=ctx.emulation)
+        return sharding.input_grad(rows, product)[0], lambda: kept
     if ctx.needs_input_grad[1] and not one_cast:
         # Both forms are needed whole. They travel as one, the wider one.
         plain = tensor_of(_all_rows(dy, sharding.scatter))
@@ -298,14 +333,21 @@ def _fp8_input_grad(
     if weight_col is None:
         if plain is not None or not ctx.needs_input_grad[1]:
             return None, lambda: dy if plain is None else plain
-        rows = quantizer.rowwise(dy, axis=sharding.scatter)
+        rows = precision.rowwise(Role.GRAD_OUTPUT, dy, axis=sharding.scatter, seed=ctx.seed)
         return None, partial(_all_rows, rows, sharding.scatter, ctx.weight.dtype.itemsize)
-    rows = quantizer.rowwise(dy if plain is None else plain, axis=sharding.scatter)
+    whole = dy if plain is None else plain
+    rows = precision.rowwise(Role.GRAD_OUTPUT, whole, axis=sharding.scatter, seed=ctx.seed)
     if sharding.scatter is None and soon:
         rows = ready(rows)
     product = Product(weight_col, ctx.weight.dtype, emulation=ctx.emulation)
     finish_dx, fetch_dy = sharding.input_grad(rows, product)
     return finish_dx, fetch_dy if plain is None else lambda: plain
+
+
+def _one_kernel(ctx: Any, hardware: bool) -> bool:
+    """Whether one kernel casts the output's gradient for both products that want it."""
+    both = ctx.needs_input_grad[1] and ctx.wgrad_in_fp8
+    return bool(both and hardware and ctx.sharding.scatter is None)
 
 
 def _plain_input_grad(
@@ -334,7 +376,7 @@ def _fp8_weight_grad_of(
     seed: int,
 ) -> torch.Tensor | None:
     """Of quantized operands."""
-    dy_col = precision.quantizer(Role.GRAD_OUTPUT).seeded(seed).column(fetch_dy())
+    dy_col = precision.column(Role.GRAD_OUTPUT, fetch_dy(), seed=seed)
     x_col = precision.quantizer(Role.INPUT).column(fetch_x())
     return weight_grad(dy_col, x_col, weight, precision.state.emulation)
 

@@ -52,7 +52,6 @@ class NVFP4BlockScaling(Recipe):
 
     name = "nvfp4"
     family = "fp4"
-    has_hardware_gemm = False
 
     def __post_init__(self) -> None:
         for field, only in (("fp4_format", Format.E2M1), ("fp8_format", Format.E4M3)):

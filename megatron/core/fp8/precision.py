@@ -10,7 +10,8 @@ from weakref import ReferenceType, ref
 import torch
 
 from megatron.core.fp8.amax import GroupView, Slots
-from megatron.core.fp8.gemm import kernel_name
+from megatron.core.fp8.gemm import Operand, kernel_name
+from megatron.core.fp8.hardware import GEMMS, OPERANDS
 from megatron.core.fp8.nvfp4 import NVFP4BlockScaling, NVFP4Quantizer
 from megatron.core.fp8.policy import Decision
 from megatron.core.fp8.quantizers import (
@@ -27,16 +28,11 @@ from megatron.core.fp8.recipe import (
     Role,
 )
 from megatron.core.fp8.tensor import QuantizedTensor
+from megatron.core.mesh import Axis
 
 if TYPE_CHECKING:
     from megatron.core.fp8.state import Fp8State
 
-GEMMS = ("fprop", "dgrad", "wgrad")
-_OPERANDS = {
-    "fprop": (Role.INPUT, Role.WEIGHT),
-    "dgrad": (Role.GRAD_OUTPUT, Role.WEIGHT),
-    "wgrad": (Role.GRAD_OUTPUT, Role.INPUT),
-}
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -96,7 +92,9 @@ class LinearPrecision:
         state: The run's FP8 state.
         slots: The layer's columns in the book; None without delayed scaling.
         suspended: Why the layer is held in high precision for now; empty if it is not. May be
-            changed between steps, alike on all ranks; nothing is recorded meanwhile.
+            changed between steps, alike on all ranks. Magnitudes are recorded all the same, see
+            `calibrate`.
+        measured_weight: The weight whose magnitude was recorded last while the layer was held back.
         gradients_differ: Whether tensor-parallel ranks hold different output gradients. If they
             round at random, they then do so with different numbers.
         fp8_meta: Scaling state under Transformer Engine's keys: `scaling_fwd` and `scaling_bwd`
@@ -108,6 +106,7 @@ class LinearPrecision:
     ) -> None:
         self.path, self.decision, self.state, self.slots = path, decision, state, slots
         self.suspended, self.gradients_differ = "", False
+        self.measured_weight: tuple[int, ...] = ()
         self._quantizers: dict[Role, Quantizer] = {}
         if decision.recipe is not None:
             self._quantizers = {role: self._quantizer(decision.recipe, role) for role in Role}
@@ -115,7 +114,7 @@ class LinearPrecision:
         self.fp8_meta = self._meta()
 
     def _quantizer(self, recipe: Recipe, role: Role) -> Quantizer:
-        hardware = self.state.hardware
+        hardware = self.state.products(recipe).hardware
         if isinstance(recipe, DelayedScaling) and self.slots is not None:
             return DelayedQuantizer(
                 recipe.format_of(role),
@@ -127,7 +126,8 @@ class LinearPrecision:
         if isinstance(recipe, Float8CurrentScaling):
             return CurrentQuantizer(recipe, role, hardware=hardware)
         if isinstance(recipe, BlockRecipe):
-            return BlockQuantizer(recipe, role, fold=self.state.emulation == "fast")
+            fold = self.state.emulation == "fast"
+            return BlockQuantizer(recipe, role, fold=fold, hardware=hardware)
         if isinstance(recipe, NVFP4BlockScaling):
             return NVFP4Quantizer(recipe, role)
         raise TypeError(f"No quantizer for {recipe!r}.")
@@ -153,7 +153,12 @@ class LinearPrecision:
     @property
     def active(self) -> bool:
         """Whether a forward started now runs in FP8."""
-        return self.decision.recipe is not None and self.state.enabled and not self.suspended
+        return self.decision.recipe is not None and self.state.enabled and not self.held_back
+
+    @property
+    def held_back(self) -> str:
+        """Why the layer is held in high precision for now; empty if it is not."""
+        return self.suspended or self.state.held
 
     @property
     def wants_fp32_norm(self) -> bool:
@@ -179,6 +184,34 @@ class LinearPrecision:
             return 0
         return self.state.rounding_seed(self.path, self.gradients_differ)
 
+    def rowwise(
+        self, role: Role, x: torch.Tensor, *, axis: Axis | None = None, seed: int = 0
+    ) -> QuantizedTensor:
+        """As `Quantizer.rowwise` of the seeded quantizer; the state's collector takes note."""
+        made = self._quantizers[role].seeded(seed).rowwise(x, axis=axis)
+        self._note(role, x, made)
+        return made
+
+    def both(
+        self, role: Role, x: torch.Tensor, *, axis: Axis | None = None, seed: int = 0
+    ) -> tuple[QuantizedTensor, Operand]:
+        """As `Quantizer.both` of the seeded quantizer; the collector takes note."""
+        made, kept = self._quantizers[role].seeded(seed).both(x, axis=axis)
+        self._note(role, x, made)
+        return made, kept
+
+    def column(self, role: Role, kept: Operand, *, seed: int = 0) -> QuantizedTensor:
+        """As `Quantizer.column`; the collector takes note where it is the tensor's only cast."""
+        quantizer = self._quantizers[role].seeded(seed)
+        made = quantizer.column(kept)
+        if isinstance(kept, torch.Tensor) and not self.decision.dgrad and not quantizer.mixes:
+            self._note(role, kept.t(), made)
+        return made
+
+    def _note(self, role: Role, x: torch.Tensor, made: QuantizedTensor) -> None:
+        if self.state.stats is not None and self.state.recording:
+            self.state.stats.note(self.path, role, x, made)
+
     def quantize_weight(
         self, weight: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -193,6 +226,12 @@ class LinearPrecision:
             is_first_microbatch: A hint. True: quantize in any case. False: a result made with
                 earlier scales will do. Neither can bring back an old weight.
         """
+        resting = getattr(weight, "fp8_weight", None)
+        if resting is not None and resting.rests:
+            if self.state.stats is not None and self.state.recording:
+                self.state.stats.note_magnitude(self.path, Role.WEIGHT, *resting.figures())
+            operands: tuple[QuantizedTensor, QuantizedTensor] = resting.operands()
+            return operands
         source = (weight.data_ptr(), weight._version, weight.dtype)
         scales = (
             self.state.generation,
@@ -208,13 +247,14 @@ class LinearPrecision:
         )
         if cached is None or not valid:
             values = weight.detach()
-            row, amax = quantizer.cast(values)
-            col = quantizer.column(quantizer.keep(values, row))
+            row, kept, amax = quantizer.cast_both(values)
+            col = quantizer.column(kept)
             cached = _CachedWeight(ref(weight), source, scales, row, col, amax, recorded=False)
             self._cached = cached
         if self.state.recording and not cached.recorded:
             quantizer.record(cached.amax)
             cached.recorded = True
+        self._note(Role.WEIGHT, weight, cached.row)
         return cached.row, cached.col
 
     # -- the table ------------------------------------------------------------------------------
@@ -229,34 +269,32 @@ class LinearPrecision:
         if decision.recipe is None or not decision.runs(gemm):
             reason = decision.why(gemm)
             return PrecisionRow(self.path, gemm, plain, plain, f"{plain} GEMM", reason)
-        first, second = (decision.recipe.format_of(role) for role in _OPERANDS[gemm])
+        first, second = (decision.recipe.format_of(role) for role in OPERANDS[gemm])
         name = f"{decision.recipe.family} {first.name}x{second.name} {decision.recipe.name}"
+        wanted, instead = name, ""
+        if self.state.replaced is not None:
+            wanted, instead = f"{name} on {self.state.replaced[0]}", self.state.replaced[1]
         if not self.active:
-            planned = self.suspended or self._warmup()
+            planned = self.held_back or self.state.waits(decision.rule)
             reason = planned or "FP8 is switched off at this step"
             return PrecisionRow(
-                self.path, gemm, name, plain, f"{plain} GEMM", reason, bool(planned)
+                self.path, gemm, wanted, plain, f"{plain} GEMM", reason, bool(planned)
             )
+        verdict = self.state.products(decision.recipe)
+        if verdict.hardware:
+            reason = "; ".join(filter(None, (instead, decision.rule)))
+            return PrecisionRow(self.path, gemm, wanted, name, verdict.kernel(gemm), reason)
         kernel = kernel_name(
             first,
             second,
-            hardware=self.state.hardware and decision.recipe.has_hardware_gemm,
             emulation=self.state.emulation,
             device=self.state.device,
             exact_in_bf16=decision.recipe.exact_in_bf16,
+            split=gemm != "fprop" or isinstance(decision.recipe, BlockRecipe),
         )
-        reasons = [decision.rule] if decision.rule else []
-        if self.state.hardware and not decision.recipe.has_hardware_gemm:
-            reasons.append("block scales have no hardware product in this release")
-        return PrecisionRow(self.path, gemm, name, name, kernel, "; ".join(reasons))
-
-    def _warmup(self) -> str:
-        """Why the layer waits for FP8; empty if it does not."""
-        count = self.state.warmup_iters
-        if not self.state.is_warming_up:
-            return ""
-        rule = f"; {self.decision.rule}" if self.decision.rule else ""
-        return f"in FP8 from iteration {count + 1} (--fp8-warmup-iters {count}){rule}"
+        surprising = self.state.hardware or self.state.device.type == "cuda"
+        reasons = (instead, decision.rule, verdict.reason if surprising else "")
+        return PrecisionRow(self.path, gemm, wanted, name, kernel, "; ".join(filter(None, reasons)))
 
 
 def group_rows(experts: Sequence[LinearPrecision], path: str) -> list[PrecisionRow]:

@@ -18,6 +18,7 @@ from megatron.core.fp8 import kernels
 from megatron.core.fp8.amax import Slot
 from megatron.core.fp8.formats import Fp8Format
 from megatron.core.fp8.gemm import Operand
+from megatron.core.fp8.kernels import Normed
 from megatron.core.fp8.recipe import BlockRecipe, Float8CurrentScaling, Role
 from megatron.core.fp8.scales import ScaleRule
 from megatron.core.fp8.tensor import QuantizedTensor
@@ -34,12 +35,16 @@ class Quantizer(ABC):
         hardware: Whether operands are made in the FP8 type (for FP8 hardware) or held in bf16.
         wants_fp32: Whether a normalisation should hand over its fp32 output, unrounded.
         transposable: Whether `colwise(x)` is `rowwise(x)` transposed: one cast serves both.
+        mixes: Whether `colwise(x)` is of another tensor, of which only a product is that of `x`.
+        casts_norms: Whether there is a `cast_norm`.
 
     A forward keeps for the backward what `keep` returns; `column` makes the operand of it.
     """
 
     wants_fp32 = False
     transposable = True
+    mixes = False
+    casts_norms = False
 
     def __init__(self, fmt: Fp8Format, role: Role, *, hardware: bool = False) -> None:
         self.fmt, self.role, self.hardware = fmt, role, hardware
@@ -74,13 +79,39 @@ class Quantizer(ABC):
         """`x` transposed, `[cols, rows]`, quantized along the rows of `x`."""
         return self.transposed(self.rowwise(x, axis=axis))
 
+    def both(self, x: torch.Tensor, *, axis: Axis | None = None) -> tuple[QuantizedTensor, Operand]:
+        """`rowwise(x)`, and what `keep` keeps; with one kernel for both where there is one."""
+        row, kept, amax = self.cast_both(x, axis=axis)
+        self.record(amax)
+        return row, kept
+
+    def cast_both(
+        self, x: torch.Tensor, *, axis: Axis | None = None
+    ) -> tuple[QuantizedTensor, Operand, torch.Tensor | None]:
+        """As `both`, and as `cast` it returns the magnitude instead of recording it."""
+        row, amax = self.cast(x, axis=axis)
+        return row, self.keep(x, row, axis=axis), amax
+
+    def cast_norm(
+        self, norm: Callable[[torch.Tensor | None], Normed], *, axis: Axis | None = None
+    ) -> QuantizedTensor:
+        """`rowwise` of what a norm returns, by a kernel that norms and casts at once.
+
+        Args:
+            norm: Takes the scale to cast with, or None to round to the layer's type instead.
+            axis: As for `cast`.
+
+        Raises:
+            TypeError: Without `casts_norms`.
+        """
+        raise TypeError(f"{type(self).__name__}.cast_norm: there is none. Ask casts_norms first.")
+
     def transposed(self, row: QuantizedTensor) -> QuantizedTensor:
         """The transpose, laid out for a product: FP8 hardware wants it contiguous."""
         turned = row.t()
-        if not self.hardware:
+        if not self.hardware or turned.data.is_contiguous():
             return turned
-        codes = turned.data.view(torch.uint8).contiguous()
-        return replace(turned, data=codes.view(self.fmt.torch_dtype))
+        return replace(turned, data=kernels.turn(row.data))
 
     def keep(self, x: torch.Tensor, row: QuantizedTensor, *, axis: Axis | None = None) -> Operand:
         """What `column` needs of `x` later: here what is cast already.
@@ -99,16 +130,22 @@ class Quantizer(ABC):
         return self.colwise(kept)
 
     def _make(
-        self, x: torch.Tensor, scale: torch.Tensor, *, want_amax: bool
-    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        """Cast with one scale for the tensor; the result owns its `scale_inv`."""
-        amax: torch.Tensor | None
-        if self.hardware:
-            amax = kernels.amax(x) if want_amax else None
-            data = kernels.cast(x, scale, self.fmt)
-        else:
+        self, x: torch.Tensor, scale: torch.Tensor, *, want_amax: bool, turn: bool = False
+    ) -> tuple[QuantizedTensor, QuantizedTensor, torch.Tensor | None]:
+        """Cast with one scale for the tensor, and what to keep; the result owns its `scale_inv`."""
+        if not self.hardware:
             data, amax = kernels.round_to_grid(x, scale, self.fmt, want_amax=want_amax)
-        return QuantizedTensor(data, scale.reciprocal(), self.fmt), amax
+            row = QuantizedTensor(data, scale.reciprocal(), self.fmt)
+            return row, row, amax
+        made = kernels.cast_once(x, scale, self.fmt, want_amax=want_amax, want_turned=turn)
+        row = QuantizedTensor(made.data, scale.reciprocal(), self.fmt)
+        # The transpose of a transpose in memory: `column` then has nothing to copy.
+        kept = row if made.turned is None else replace(row, data=made.turned.t())
+        return row, kept, made.amax
+
+    def _turns(self, axis: Axis | None) -> bool:
+        """Whether to transpose in the cast: not what is gathered first."""
+        return self.hardware and (axis is None or axis.size == 1)
 
 
 class DelayedQuantizer(Quantizer):
@@ -120,6 +157,7 @@ class DelayedQuantizer(Quantizer):
     """
 
     wants_fp32 = True
+    casts_norms = True
 
     def __init__(
         self,
@@ -137,7 +175,24 @@ class DelayedQuantizer(Quantizer):
         self, x: torch.Tensor, *, axis: Axis | None = None
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """See the base class. Every rank casts with the same scale, so `axis` needs nothing."""
-        return self._make(x, self.slot.scale, want_amax=True)
+        row, _, amax = self._make(x, self.slot.scale, want_amax=True)
+        return row, amax
+
+    def cast_both(
+        self, x: torch.Tensor, *, axis: Axis | None = None
+    ) -> tuple[QuantizedTensor, Operand, torch.Tensor | None]:
+        """See the base class."""
+        if not self._turns(axis):
+            return super().cast_both(x, axis=axis)
+        return self._make(x, self.slot.scale, want_amax=True, turn=True)
+
+    def cast_norm(
+        self, norm: Callable[[torch.Tensor | None], Normed], *, axis: Axis | None = None
+    ) -> QuantizedTensor:
+        """See the base class. The scale is known, so the norm's fp32 result is cast at once."""
+        made = norm(self.slot.scale)
+        self.record(made.amax)
+        return QuantizedTensor(made.data, self.slot.scale.reciprocal(), self.fmt)
 
     def record(self, amax: torch.Tensor | None) -> None:
         """See the base class."""
@@ -148,6 +203,8 @@ class DelayedQuantizer(Quantizer):
 class CurrentQuantizer(Quantizer):
     """Scale from the tensor itself: one pass for the magnitude, one for the cast."""
 
+    casts_norms = True
+
     def __init__(self, recipe: Float8CurrentScaling, role: Role, *, hardware: bool = False) -> None:
         super().__init__(recipe.format_of(role), role, hardware=hardware)
         self.recipe = recipe
@@ -156,10 +213,28 @@ class CurrentQuantizer(Quantizer):
         self, x: torch.Tensor, *, axis: Axis | None = None
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """See the base class."""
-        amax = kernels.amax(x)
+        row, _, amax = self._make(x, self._scale(kernels.amax(x), axis), want_amax=False)
+        return row, amax
+
+    def cast_both(
+        self, x: torch.Tensor, *, axis: Axis | None = None
+    ) -> tuple[QuantizedTensor, Operand, torch.Tensor | None]:
+        """See the base class."""
+        if not self._turns(axis):
+            return super().cast_both(x, axis=axis)
+        return self._make(x, self._scale(kernels.amax(x), axis), want_amax=False, turn=True)
+
+    def cast_norm(
+        self, norm: Callable[[torch.Tensor | None], Normed], *, axis: Axis | None = None
+    ) -> QuantizedTensor:
+        """See the base class. The norm finds the magnitude of what it rounds."""
+        made = norm(None)
+        return self._make(made.data, self._scale(made.amax, axis), want_amax=False)[0]
+
+    def _scale(self, amax: torch.Tensor, axis: Axis | None) -> torch.Tensor:
         if axis is not None and axis.size > 1:
             amax = all_reduce(amax.view(1), axis, op="max", part=AMAX).view(())
-        return self._make(x, self.recipe.scale(amax, self.fmt.max), want_amax=False)
+        return self.recipe.scale(amax, self.fmt.max)
 
 
 class BlockQuantizer(Quantizer):
@@ -173,14 +248,18 @@ class BlockQuantizer(Quantizer):
         recipe: Formats, blocks and scale rule.
         role: The tensor's role.
         fold: Whether operands are multiplied by their inverse scales at once, where that is exact.
+            Not in hardware, which multiplies by the scales itself.
+        hardware: As in the base class.
     """
 
-    def __init__(self, recipe: BlockRecipe, role: Role, *, fold: bool) -> None:
-        super().__init__(recipe.format_of(role), role)
+    def __init__(
+        self, recipe: BlockRecipe, role: Role, *, fold: bool, hardware: bool = False
+    ) -> None:
+        super().__init__(recipe.format_of(role), role, hardware=hardware)
         self.blocks = recipe.blocks_of(role)
         self.transposable = self.blocks.square
         self.power_of_two = self.blocks.rule is not ScaleRule.FP32
-        self.fold = fold and self.power_of_two
+        self.fold = fold and self.power_of_two and not hardware
 
     def cast(
         self, x: torch.Tensor, *, axis: Axis | None = None
@@ -188,9 +267,19 @@ class BlockQuantizer(Quantizer):
         """See the base class. Blocks of a row never reach into another rank's rows."""
         return self._blocks(x, self.blocks.row), None
 
+    def cast_both(
+        self, x: torch.Tensor, *, axis: Axis | None = None
+    ) -> tuple[QuantizedTensor, Operand, torch.Tensor | None]:
+        """See the base class."""
+        if not self.hardware or self.transposable or self._cuts_blocks(x, axis):
+            return super().cast_both(x, axis=axis)
+        length = self.blocks.length
+        row, col = kernels.cast_blocks_both(x, self.fmt, length, self.blocks.rule)
+        return self._operand(*row, (1, length)), self._operand(*col, (length, 1)), None
+
     def colwise(self, x: torch.Tensor, *, axis: Axis | None = None) -> QuantizedTensor:
         """See the base class."""
-        return self._blocks(x, self.blocks.row[::-1]).t()
+        return self.transposed(self._blocks(x, self.blocks.row[::-1]))
 
     def keep(self, x: torch.Tensor, row: QuantizedTensor, *, axis: Axis | None = None) -> Operand:
         """`x` quantized along its rows, or `x` itself.
@@ -200,7 +289,7 @@ class BlockQuantizer(Quantizer):
         """
         if self.transposable:
             return row
-        if axis is not None and x.shape[0] % self.blocks.length:
+        if self._cuts_blocks(x, axis):
             return x
         return self._blocks(x, self.blocks.row[::-1])
 
@@ -212,9 +301,20 @@ class BlockQuantizer(Quantizer):
         """
         if row.block == (1, self.blocks.length):
             raise ValueError("BlockQuantizer.transposed: got rows of blocks. Use keep and column.")
-        return row.t()
+        return super().transposed(row)
+
+    def _cuts_blocks(self, x: torch.Tensor, axis: Axis | None) -> bool:
+        """Whether blocks along the rows of the gathered matrix reach beyond this rank's rows."""
+        return axis is not None and x.shape[0] % self.blocks.length != 0
 
     def _blocks(self, x: torch.Tensor, block: tuple[int, int]) -> QuantizedTensor:
-        rule, fold = self.blocks.rule, self.fold
-        data, scale_inv = kernels.round_blocks(x, self.fmt, block, rule, fold=fold)
-        return QuantizedTensor(data, scale_inv, self.fmt, block, self.power_of_two, fold)
+        rule = self.blocks.rule
+        if self.hardware:
+            return self._operand(*kernels.cast_blocks(x, self.fmt, block, rule), block)
+        data, scale_inv = kernels.round_blocks(x, self.fmt, block, rule, fold=self.fold)
+        return self._operand(data, scale_inv, block)
+
+    def _operand(
+        self, data: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int]
+    ) -> QuantizedTensor:
+        return QuantizedTensor(data, scale_inv, self.fmt, block, self.power_of_two, self.fold)

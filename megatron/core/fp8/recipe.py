@@ -44,8 +44,6 @@ class Recipe:
     name: str
     #: Beginning of the names of its products in tables.
     family = "fp8"
-    #: Whether products of its operands run through `torch._scaled_mm` on FP8 hardware.
-    has_hardware_gemm = True
 
     @property
     def exact_in_bf16(self) -> bool:
@@ -211,13 +209,7 @@ class Float8CurrentScaling(Recipe):
 
 
 class BlockRecipe(Recipe, ABC):
-    """Base of the recipes with a scale for each block of a tensor, found as it is cast.
-
-    Emulated on every device: there is no call for block scales that works alike in the supported
-    releases of torch.
-    """
-
-    has_hardware_gemm = False
+    """Base of the recipes with a scale for each block of a tensor, found as it is cast."""
 
     @abstractmethod
     def blocks_of(self, role: Role) -> BlockScaling:

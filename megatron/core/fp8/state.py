@@ -11,9 +11,10 @@ import torch
 
 from megatron.config import fp8_policy
 from megatron.config.fp8 import published_format
-from megatron.core.capability import has_fp8_hardware
+from megatron.core.capability import fp8_gemm, has_fp8_hardware
 from megatron.core.errors import PrecisionError, complaint
-from megatron.core.fp8 import resume
+from megatron.core.fp8 import resume, watched
+from megatron.core.fp8.accumulation import emulation_of, refuse_hardware
 from megatron.core.fp8.amax import AmaxBook, refuse_missing
 from megatron.core.fp8.attention import (
     AttentionChoice,
@@ -25,9 +26,11 @@ from megatron.core.fp8.attention import (
 from megatron.core.fp8.expert_state import stack_experts, take_experts
 from megatron.core.fp8.formats import Format
 from megatron.core.fp8.gemm import EMULATIONS
+from megatron.core.fp8.hardware import Verdict, verdict
 from megatron.core.fp8.nvfp4 import NVFP4BlockScaling
 from megatron.core.fp8.policy import HIGH_PRECISION, Fp8Policy, LayerRule
 from megatron.core.fp8.precision import LinearPrecision, PrecisionRow
+from megatron.core.fp8.ranges import Ranges
 from megatron.core.fp8.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -35,6 +38,7 @@ from megatron.core.fp8.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
+from megatron.core.fp8.stats import StatsCollector
 from megatron.core.mesh import Axis
 
 if TYPE_CHECKING:
@@ -112,12 +116,17 @@ class Fp8State:
         attention: What the run asks for inside attention.
         attention_book: Those of attention layers whose recipe has no history otherwise; or None.
         enabled: Whether forwards started now run in FP8. May be switched between steps.
+        held: Why the whole model is held in high precision for now; empty if it is not. May be
+            changed between steps, alike on all ranks.
         recording: Whether casts record magnitudes. Off in evaluation and in recomputation.
-        emulation: `fast` or `exact`, where there is no FP8 hardware.
+        emulation: `fast`, `exact` or `hopper`, where there is no FP8 hardware.
+        replaced: The layer backend that was asked for and why it cannot run, if this is another.
         generation: Counts synchronisations; weights are quantized anew after each.
         rng: Where seeds of random roundings come from, with the position in training. None, as in
             a loop of your own: from torch's default generator.
         warmup_iters: Iterations at the start of the run that are not in FP8.
+        stats: Measures casts; None, the default, to measure nothing.
+        ranges: Names layers for profilers; None, the default, not to.
     """
 
     def __init__(
@@ -142,12 +151,19 @@ class Fp8State:
         self.policy, self.recipe = policy, policy.recipe
         self.device, self.params_dtype = torch.device(device), params_dtype
         self.emulation = emulation
+        #: Whether this device multiplies FP8 at all; see `products`.
         self.hardware = has_fp8_hardware(self.device)
+        if self.hardware:
+            refuse_hardware(emulation, self.device)
         self.enabled = self.recipe is not None
+        self.held = ""
         self.warmup_iters = warmup_iters if self.enabled else 0
         self.recording = True
+        self.replaced: tuple[str, str] | None = None
         self.generation = 0
         self.rng: RngStreams | None = None
+        self.stats: StatsCollector | None = None
+        self.ranges: Ranges | None = None
         self.book: AmaxBook | None = None
         self.expert_book: AmaxBook | None = None
         if policy.delayed is not None:
@@ -187,10 +203,16 @@ class Fp8State:
             policy,
             device=device,
             params_dtype=getattr(torch, config.params_dtype),
-            emulation=config.fp8_emulation,
+            emulation=emulation_of(config),
             warmup_iters=config.fp8_warmup_iters,
             attention=AttentionChoice(config.fp8_dot_product_attention, config.fp8_dpa_bwd),
         )
+
+    def products(self, recipe: Recipe) -> Verdict:
+        """Whether a recipe's products run in hardware here, and why not."""
+        if not self.hardware:
+            return Verdict(False, fp8_gemm().reason)
+        return verdict(recipe, self.device, self.params_dtype)
 
     # -- building -------------------------------------------------------------------------------
 
@@ -287,6 +309,18 @@ class Fp8State:
         """Whether FP8 is off because the run has not come to it yet."""
         return bool(self.warmup_iters) and not self.enabled
 
+    def waits(self, rule: str = "") -> str:
+        """Why a layer that is to run in FP8 does not yet, for the table; empty if it is time.
+
+        Args:
+            rule: What gave the layer its recipe.
+        """
+        if not self.is_warming_up:
+            return ""
+        count = self.warmup_iters
+        behind = f"; {rule}" if rule else ""
+        return f"in FP8 from iteration {count + 1} (--fp8-warmup-iters {count}){behind}"
+
     def sync(self, axis: Axis | None = None, expert_axis: Axis | None = None) -> None:
         """Derive the next step's scales; call once per optimizer step on every rank.
 
@@ -297,6 +331,8 @@ class Fp8State:
             expert_axis: Ranks that share the scales of this rank's experts.
         """
         if not self.is_warming_up:
+            if self.stats is not None:
+                self.stats.note_slots(watched.slots(self))
             for book in self.books:
                 book.sync(expert_axis if book is self.expert_book else axis)
         self.generation += 1
@@ -395,12 +431,17 @@ class Fp8State:
         held |= {path: layer.suspended for path, layer in self.attention_layers.items()}
         return {path: reason for path, reason in held.items() if reason}
 
-    def _suspend_as(self, saved: Mapping[str, Any]) -> None:
-        """Hold the layers back that a checkpoint's run had held back."""
-        held = saved.get("suspended") or {}
+    def suspend(self, held: Mapping[str, str]) -> None:
+        """Hold these layers in high precision, with their reasons, and no others."""
         layers: list[LinearPrecision | AttentionPrecision] = list(self.layers.values())
         for layer in [*layers, *self.attention_layers.values()]:
             layer.suspended = str(held[layer.path]) if layer.path in held else ""
+
+    def renew(self) -> None:
+        """Say that scales were written from outside: whatever was cast with them is cast anew."""
+        for book in self.books:
+            book.generation += 1
+        self.generation += 1
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> list[str]:
         """Take over a saved state, layer by layer, where it fits this run.
@@ -415,7 +456,7 @@ class Fp8State:
             CheckpointError: If layers are missing, all listed.
         """
         state = state or {}
-        self._suspend_as(state)
+        self.suspend(state.get("suspended") or {})
         if self.recipe is None:
             return resume.ignored(state)
         before = resume.precision_before(state, self._kinds)

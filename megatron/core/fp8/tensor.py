@@ -115,7 +115,10 @@ class QuantizedTensor:
         """The same values with `data` in bf16."""
         if self.is_held:
             return self
-        return replace(self, data=kernels.decode(self.data.view(torch.uint8), self.fmt))
+        codes = self.data.view(torch.uint8)
+        if _is_turned(codes):  # stays so: the order in memory decides how a product is summed
+            return replace(self, data=kernels.decode(codes.t(), self.fmt).t())
+        return replace(self, data=kernels.decode(codes, self.fmt))
 
     def fold(self) -> QuantizedTensor:
         """The same values, multiplied by the inverse scales of their blocks.
@@ -127,7 +130,10 @@ class QuantizedTensor:
             return self
         if self.block is None or not (self.power_of_two or self.tensor_inv is not None):
             raise ValueError("QuantizedTensor.fold: needs a power-of-two scale for each block.")
-        data = kernels.fold_blocks(self.hold().data, self.scale_inv, self.block)
+        held = self.hold()
+        if _is_turned(held.data):
+            return held.t().fold().t()
+        data = kernels.fold_blocks(held.data, self.scale_inv, self.block)
         return replace(self, data=data, folded=True)
 
     def values(self, dtype: torch.dtype) -> QuantizedTensor:
@@ -139,6 +145,11 @@ class QuantizedTensor:
         exact = self.folded or self.tensor_inv is not None
         data = self.fold().data.to(dtype) if exact else self.dequantize(dtype)
         return replace(self, data=data, folded=True)
+
+
+def _is_turned(data: torch.Tensor) -> bool:
+    """Whether a matrix lies in memory column by column."""
+    return data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous()
 
 
 def taken_apart(x: torch.Tensor | QuantizedTensor | None) -> tuple[SavedTensors, Any]:

@@ -55,6 +55,20 @@ class ParamShards(Protocol):
     def gather_params(self) -> None:
         """Fetch what other ranks updated."""
 
+    def is_in_fp8(self, param: torch.nn.Parameter) -> bool:
+        """Whether a weight may rest in FP8, so that only `store_masters` can write it."""
+
+    def store_masters(self, masters: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Make new FP8 weights of their masters. Collective."""
+
+    @property
+    def keeps_fp8_weights(self) -> bool:
+        """Whether there are such weights."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether FP8 weights have to be made anew although no master has changed."""
+
 
 @dataclass(frozen=True, eq=False)
 class Slot:
@@ -140,7 +154,9 @@ class MixedPrecisionOptimizer:
         self._count_zeros = count_zeros
         self._skip_non_finite = skip_non_finite
         self._counted = [s for s in self.slots if counts(s.param, mesh, _copies(s, shards, mesh))]
-        self._copied = [s for s in self.slots if not s.is_own_master]
+        self._in_fp8 = [s for s in self.slots if shards is not None and shards.is_in_fp8(s.param)]
+        elsewhere = {s for s in self.slots if s.is_own_master} | set(self._in_fp8)
+        self._copied = [s for s in self.slots if s not in elsewhere]
         self._shards = shards
         first = self.slots[0].param.device if self.slots else torch.device("cpu")
         self._device = device or first
@@ -220,13 +236,46 @@ class MixedPrecisionOptimizer:
         if self._copied:
             torch._foreach_copy_([s.value for s in self._copied], [s.master for s in self._copied])
         if self._shards is not None:
+            self._shards.store_masters({s.param: s.master for s in self._in_fp8})
             self._shards.gather_params()
 
+    def refresh_model_params(self) -> None:
+        """Make FP8 weights anew if scales or precisions have changed since. Collective.
+
+        Before a forward pass that may see such a change; after an update it is not needed.
+        """
+        if self._shards is not None and self._shards.is_stale:
+            self.write_model_params()
+
     @torch.no_grad()
-    def reload_model_params(self) -> None:
-        """Take the masters from the parameters, e.g. after weights were loaded without masters."""
+    def reload_model_params(
+        self, fp8_values: Mapping[str, tuple[torch.Tensor, FlatRange]] | None = None
+    ) -> None:
+        """Take the masters from the parameters, e.g. after weights were loaded without masters.
+
+        Collective with weights that rest in FP8: they are made anew.
+
+        Args:
+            fp8_values: What `fp8_values` returned, since these parameters have no numbers.
+        """
         if self._copied:
             torch._foreach_copy_([s.master for s in self._copied], [s.value for s in self._copied])
+        for slot in self._in_fp8:
+            slot.master.copy_((fp8_values or {})[slot.name][0])
+        if self._shards is not None and self._shards.keeps_fp8_weights:
+            self.write_model_params()
+
+    @torch.no_grad()
+    def fp8_values(self) -> dict[str, tuple[torch.Tensor, FlatRange]]:
+        """Return the weights that rest in FP8, as far as this rank owns them, by name.
+
+        Flat, rounded to the parameters' type: copies, which `reload_model_params` takes over.
+        """
+        return {
+            s.name: (s.master.to(s.param.dtype), s.owned)
+            for s in self._in_fp8
+            if s.owned is not None
+        }
 
     @torch.no_grad()
     def params_norm(self) -> float:

@@ -19,6 +19,8 @@ from torch import nn
 
 from megatron.core.errors import DataError, MeshError, complaint
 from megatron.core.fp8.linear import linear
+from megatron.core.fp8.norm_cast import norm_and_cast
+from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
 from megatron.core.shards import InitMethod, init_parameter, mark_sharded
 from megatron.core.tensor_parallel.mappings import (
@@ -72,6 +74,7 @@ class _ShardedLinear(nn.Module):
         bias: torch.Tensor | None,
         gather: Axis | None = None,
         scatter: Axis | None = None,
+        row: QuantizedTensor | None = None,
     ) -> torch.Tensor:
         return linear(
             x,
@@ -82,6 +85,7 @@ class _ShardedLinear(nn.Module):
             scatter=scatter,
             transfers=self._transfers,
             later=self._later,
+            row=row,
         )
 
     def _parameter(self, shape: tuple[int, ...], build: Build) -> nn.Parameter:
@@ -166,11 +170,17 @@ class ColumnParallelLinear(_ShardedLinear):
         Returns:
             `[s, b, out/t]` (`[s, b, out]` with `gather_output`), and the bias if it was skipped.
         """
+        return self._apply_linear(x, None)
+
+    def _apply_linear(
+        self, x: torch.Tensor, row: QuantizedTensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The linear layer; `row` stands for the values of `x` if they are quantized already."""
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
-            y = self._multiply(x, bias, gather=self.axis)
+            y = self._multiply(x, bias, gather=self.axis, row=row)
         else:
-            y = self._multiply(copy_to_region(x, self.axis), bias)
+            y = self._multiply(copy_to_region(x, self.axis), bias, row=row)
         if self.gather_output:
             y = gather_from_region(y, self.axis)
         return y, self.bias if self.skip_bias_add else None
@@ -224,6 +234,17 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply norm and layer; shapes as in `ColumnParallelLinear.forward`."""
+        at_once = norm_and_cast(
+            x,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.eps,
+            zero_centered=self.zero_centered,
+            precision=self.precision,
+            axis=self.axis if self.sequence_parallel else None,
+        )
+        if at_once is not None:
+            return self._apply_linear(at_once.stand_in, at_once.row)
         return super().forward(self.normalize(x))
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:

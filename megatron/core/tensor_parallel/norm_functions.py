@@ -113,26 +113,8 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, scale, shift, mean, inverse = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
-        grad_rows = grad.reshape(rows.shape)
-        dx = torch.empty_like(rows)
-        dscale = torch.zeros_like(scale)
-        dshift = None if shift is None else torch.zeros_like(shift)
-        wanted = [True, True, shift is not None]
-        for block in _row_blocks(rows):
-            dx[block], part, shift_part = torch.ops.aten.native_layer_norm_backward(
-                grad_rows[block].float(),
-                rows[block].float(),
-                scale.shape,
-                mean[block],
-                inverse[block],
-                scale,
-                shift,
-                wanted,
-            )
-            dscale += part
-            if dshift is not None:
-                dshift += shift_part
-        return dx.view(x.shape), dscale, dshift, None, None
+        made = _layer_grad(grad.reshape(rows.shape), rows, scale, shift, mean, inverse)
+        return made[0].view(x.shape), *made[1:], None, None
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -157,18 +139,113 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, scale, inverse = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
-        grad_rows = grad.reshape(rows.shape)
-        dx = torch.empty_like(rows)
-        dscale = torch.zeros_like(scale)
-        for block in _row_blocks(rows):
-            normed = rows[block].float() * inverse[block]
-            dy = grad_rows[block].float()
-            product = dy * normed
-            dscale += product.sum(0)
-            # The row's length is normalised away, so dx has no part along the row.
-            along = product.mul_(scale).mean(-1, keepdim=True)
-            dx[block] = (dy * scale).sub_(normed.mul_(along)).mul_(inverse[block])
+        dx, dscale = _rms_grad(grad.reshape(rows.shape), rows, scale, inverse)
         return dx.view(x.shape), dscale, None, None
+
+
+def _layer_grad(
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None,
+    mean: torch.Tensor,
+    inverse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """On a CPU."""
+    dx = torch.empty_like(rows)
+    dscale = torch.zeros_like(scale)
+    dshift = None if shift is None else torch.zeros_like(shift)
+    wanted = [True, True, shift is not None]
+    for block in _row_blocks(rows):
+        dx[block], part, shift_part = torch.ops.aten.native_layer_norm_backward(
+            grad[block].float(),
+            rows[block].float(),
+            scale.shape,
+            mean[block],
+            inverse[block],
+            scale,
+            shift,
+            wanted,
+        )
+        dscale += part
+        if dshift is not None:
+            dshift += shift_part
+    return dx, dscale, dshift
+
+
+def _rms_grad(
+    grad: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """On a CPU."""
+    dx = torch.empty_like(rows)
+    dscale = torch.zeros_like(scale)
+    for block in _row_blocks(rows):
+        normed = rows[block].float() * inverse[block]
+        dy = grad[block].float()
+        product = dy * normed
+        dscale += product.sum(0)
+        # The row's length is normalised away, so dx has no part along the row.
+        along = product.mul_(scale).mean(-1, keepdim=True)
+        dx[block] = (dy * scale).sub_(normed.mul_(along)).mul_(inverse[block])
+    return dx, dscale
+
+
+def has_norm_grad(device: torch.device, centered: bool) -> bool:
+    """Whether `norm_grad` works on a device: torch's fused RMS norm is younger than its layer norm.
+
+    Args:
+        device: Where the tensors are.
+        centered: Layer norm; else RMS norm.
+    """
+    return centered or device.type == "cpu" or hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
+
+def norm_grad(
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    shift: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    inverse: torch.Tensor,
+    *,
+    zero_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of a norm from its row statistics.
+
+    Args:
+        grad: Of the result, `[rows, h]`.
+        rows: The input, `[rows, h]`.
+        weight: `[h]`.
+        shift: `[h]` or None.
+        mean: fp32 `[rows, 1]`; None for an RMS norm.
+        inverse: fp32 `[rows, 1]`.
+        zero_centered: Whether `weight` holds the scale minus one.
+
+    Returns:
+        Of `rows`, `weight` and `shift`, each in the type of its tensor.
+    """
+    scale, dshift = _scale(weight, zero_centered), None
+    fp32_shift = None if shift is None else shift.float()
+    if rows.device.type == "cpu":
+        if mean is None:
+            dx, dscale = _rms_grad(grad, rows, scale, inverse)
+        else:
+            dx, dscale, dshift = _layer_grad(grad, rows, scale, fp32_shift, mean, inverse)
+    else:
+        if not zero_centered and grad.dtype == rows.dtype == weight.dtype:
+            scale, fp32_shift = weight, shift
+        else:
+            grad = grad.float()
+        x, shape = rows.to(grad.dtype), scale.shape
+        if mean is None:
+            fused = torch.ops.aten._fused_rms_norm_backward
+            dx, dscale = fused(grad, x, shape, inverse, scale, [True, True])
+        else:
+            dx, dscale, dshift = torch.ops.aten.native_layer_norm_backward(
+                grad, x, shape, mean, inverse, scale, fp32_shift, [True, True, shift is not None]
+            )
+    dshift = dshift if shift is None or dshift is None else dshift.to(shift.dtype)
+    return dx.to(rows.dtype), dscale.to(weight.dtype), dshift
 
 
 _layer: Callable[..., torch.Tensor] = _LayerNorm.apply

@@ -158,7 +158,9 @@ class _Gathering:
 
     def _like_own(self, span: slice) -> Operand:
         if self._ready is None:
-            return from_wire(self._wire[span], self._rows)
+            high = self._count // self._lines  # rows of a line
+            lines = slice(span.start and span.start // high, span.stop and span.stop // high)
+            return from_wire(self._wire[lines], self._rows)
         if not isinstance(self._rows, QuantizedTensor):
             return self._ready[span]
         # Values times their scales, where there is a scale for each block.

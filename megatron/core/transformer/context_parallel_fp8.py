@@ -21,6 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from megatron.core.comm_log import BECAUSE_OF_FP8, Packing
 from megatron.core.fp8.attention import Pieces
 from megatron.core.fp8.comm import from_wire
 from megatron.core.fp8.gemm import Operand
@@ -60,9 +61,22 @@ class Exchange:
 
     Attributes:
         in_fp8: As bytes; otherwise as the same values in bf16.
+        itemsize: For the log: bytes of an element if it were not quantized.
     """
 
     in_fp8: bool = True
+    itemsize: int = 2
+
+    def along(self, axis: Axis, *, added: bool = False) -> Axis:
+        """The axis for what `pack` returns.
+
+        Args:
+            axis: Ranks that take part.
+            added: Whether nothing would be sent here without FP8.
+        """
+        if added:
+            return axis.packed(BECAUSE_OF_FP8)
+        return axis.packed(Packing(1 if self.in_fp8 else 2, 0, self.itemsize))
 
     def pack(self, x: QuantizedTensor) -> Tensor:
         """What is sent of a tensor with one scale."""
@@ -81,14 +95,14 @@ class Exchange:
 def _to_heads(x: Operand, axis: Axis, exchange: Exchange) -> Operand:
     """`[s, b, n, d]` of some tokens to `[S, b, n / P, d]` of some heads."""
     if isinstance(x, QuantizedTensor):
-        return exchange.unpack(tokens_to_heads(exchange.pack(x), axis), x)
+        return exchange.unpack(tokens_to_heads(exchange.pack(x), exchange.along(axis)), x)
     return tokens_to_heads(x, axis)
 
 
 def _to_tokens(x: Operand, axis: Axis, exchange: Exchange) -> Operand:
     """The way back."""
     if isinstance(x, QuantizedTensor):
-        return exchange.unpack(heads_to_tokens(exchange.pack(x), axis), x)
+        return exchange.unpack(heads_to_tokens(exchange.pack(x), exchange.along(axis)), x)
     return heads_to_tokens(x, axis)
 
 
@@ -126,10 +140,10 @@ class Gathered(Placement):
     exchange: Exchange = Exchange()
 
     def _whole(self, x: Operands) -> Operands:
-        size = self.axis.size
+        size, axis = self.axis.size, self.exchange.along(self.axis)
         key, value = (
             self.exchange.unpack(
-                to_sequence(all_gather(self.exchange.pack(part), self.axis), size), part
+                to_sequence(all_gather(self.exchange.pack(part), axis), size), part
             )
             for part in (x.key, x.value)
         )
@@ -196,10 +210,12 @@ class Ring(Placement):
         inner = self.job.inner
         return x if inner is None else _to_tokens(x, inner, self.exchange)
 
-    def _steps(self, x: Operands, *parts: QuantizedTensor) -> Iterator[tuple[int, Operands]]:
+    def _steps(
+        self, x: Operands, *parts: QuantizedTensor, added: bool = False
+    ) -> Iterator[tuple[int, Operands]]:
         """Yield (owner, this rank's queries with the owner's keys and perhaps values)."""
         sent = torch.stack([self.exchange.pack(part) for part in parts])
-        for owner, arrived in ring_steps(sent, self.job.axis):
+        for owner, arrived in ring_steps(sent, self.exchange.along(self.job.axis, added=added)):
             one = [
                 self.exchange.unpack(data, part) for data, part in zip(arrived, parts, strict=True)
             ]
@@ -210,7 +226,7 @@ class Ring(Placement):
         out, lse = empty_results(x.query)
         exact = torch.zeros_like(out) if for_backward else None
         chunk = x.query.shape[0] // 2
-        for owner, y in self._steps(x, x.key):
+        for owner, y in self._steps(x, x.key, added=True):
             for rows, seen, block in visible_pairs(self.job, owner, chunk):
                 z = y.part(rows, seen)
                 add_row_sums(z.query, z.key, block, lse[rows])
@@ -262,7 +278,9 @@ def rows_of(x: Operand, rows: slice) -> Operand:
     return replace(x, data=x.data[rows]) if isinstance(x, QuantizedTensor) else x[rows]
 
 
-def placement(comm: str, axis: Axis, job: ContextBlock, in_fp8: bool) -> Placement:
+def placement(
+    comm: str, axis: Axis, job: ContextBlock, in_fp8: bool, itemsize: int = 2
+) -> Placement:
     """How the ranks of a sequence meet.
 
     Args:
@@ -270,8 +288,9 @@ def placement(comm: str, axis: Axis, job: ContextBlock, in_fp8: bool) -> Placeme
         axis: All ranks of a sequence.
         job: What their attention needs.
         in_fp8: Whether quantized tensors travel as bytes.
+        itemsize: See `Exchange`.
     """
-    exchange = Exchange(in_fp8)
+    exchange = Exchange(in_fp8, itemsize)
     if comm == "a2a":
         block = Block(job.scale, 0, job.starts, job.dropout, job.seed)
         return HeadShards(block, axis, exchange)

@@ -92,7 +92,8 @@ class NativeCoreAttention(nn.Module):
         if not self.precision.active:
             return context_attention(query, key, value, job, self.comm)
         check_shards(query, key, job, self.comm)
-        place = placement(self.comm, self.axis, job, self._exchange_in_fp8)
+        size = query.element_size()
+        place = placement(self.comm, self.axis, job, self._exchange_in_fp8, size)
         return fp8_attention(query, key, value, self.precision, place)
 
     def extra_repr(self) -> str:

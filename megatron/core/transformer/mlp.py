@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.fp8 import kernels
 from megatron.core.transformer.initialization import init_methods
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -101,7 +102,8 @@ def squared_relu(x: Tensor) -> Tensor:
 def swiglu(x: Tensor) -> Tensor:
     """`silu(gate) * up` for `x [..., 2f] = [gate; up]` (Shazeer, GLU Variants, 2020).
 
-    In fp32 with one rounding, and only `x` is kept for the backward pass.
+    In fp32 with one rounding, and only `x` is kept for the backward pass. In one kernel each way
+    where there is one.
     """
     return _swiglu(x)
 
@@ -112,6 +114,9 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(x)
         rows = x.reshape(-1, x.shape[-1])
         width = rows.shape[1] // 2
+        fused = kernels.swiglu(rows)
+        if fused is not None:
+            return fused.view(*x.shape[:-1], width)
         out = rows.new_empty(rows.shape[0], width)
         for block in row_blocks(rows):
             gate, up = widened(rows[block, :width]), widened(rows[block, width:])
@@ -124,6 +129,9 @@ class _SwiGLU(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         width = rows.shape[1] // 2
         d_out = grads[0].reshape(-1, width)
+        fused = kernels.swiglu_grad(rows, d_out)
+        if fused is not None:
+            return fused.view(x.shape)
         d_rows = torch.empty_like(rows)
         for block in row_blocks(rows):
             gate, up, d_y = (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from megatron.config import RunConfig
-from megatron.core.backends.registry import resolve
+from megatron.core.backends.registry import choose
 from megatron.core.datasets.source import check_sources
 from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.errors import MeshError, complaint
@@ -32,6 +32,7 @@ from megatron.training.dry_run.checks import (
 )
 from megatron.training.dry_run.ranks import World
 from megatron.training.dry_run.trace import Trace, build_rank
+from megatron.training.snapshot import changing_tensors
 
 Say = Callable[[str], None]
 
@@ -50,7 +51,9 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
     for notice in notices:
         say(f"NOTE: {notice}")
     if cfg.device == "cpu":
-        resolve(cfg.transformer_impl, torch.device("cpu"))
+        warning = choose(cfg, torch.device("cpu")).warning
+        if warning:
+            say(f"WARNING: {warning}")
     cfg, tokenizer = complete(cfg)
     _show(say, report.mesh_lines(cfg, check_groups(cfg)))
     check_save(cfg, ParallelState.single(), say, keep=False)
@@ -68,8 +71,12 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
     _show(say, report.data_lines(cfg, check_sources(cfg, tokenizer)))
     say(report.schedule_line(world))
     say(report.checkpoint_line(stored))
+    _show(say, filter(None, [report.residual_line(cfg, stored)]))
     classes = world.classes()
     _show(say, report.memory_lines(classes))
+    if cfg.fp8_spike_rollback:
+        sizes = [sum(t.nbytes for t in changing_tensors(rank.parts)) for rank in world.stages]
+        say(report.snapshot_line(cfg, max(sizes)))
     _show(say, report.communication_lines(classes))
     _show(say, ["not checked here:", *(f"  - {line}" for line in _unchecked(cfg))])
     say("the dry run is done: nothing was found that would stop this run")
@@ -124,6 +131,8 @@ def _show_precision(cfg: RunConfig, rows: list[PrecisionRow], say: Say) -> None:
         say(f"until iteration {cfg.fp8_warmup_iters} nothing is in FP8 (--fp8-warmup-iters)")
     if not cfg.fp8_allow_fallback:
         precision.refuse_fallback(rows)
+    elif precision.fallback_warning(rows):
+        say(f"WARNING: {precision.fallback_warning(rows)}")
 
 
 def _unchecked(cfg: RunConfig) -> Iterator[str]:

@@ -19,8 +19,9 @@ class Footprint:
     """Bytes of one rank.
 
     Attributes:
-        weights: Parameters, with the padding of the buffer they may live in.
-        gradients: The fp32 buffers.
+        weights: Parameters, with the padding of the buffer they may live in; FP8 weights with their
+            scales.
+        gradients: The fp32 buffers, and what FP8 reductions keep beside them.
         optimizer: Masters, moments and what else the optimizer keeps.
         fp8: Scales and histories of magnitudes.
     """
@@ -58,12 +59,23 @@ def _fp8_tensors(parts: Parts) -> list[torch.Tensor]:
     return [tensor for book in parts.fp8.books for tensor in (book.history, book.scale)]
 
 
+def _weight_tensors(parts: Parts) -> list[torch.Tensor]:
+    return [*parts.model.parameters(), *parts.ddp.fp8_tensors()]
+
+
+def _gradient_tensors(parts: Parts) -> list[torch.Tensor]:
+    return [
+        *(buffer.flat for buffer in parts.ddp.buffers_by_axis),
+        *parts.ddp.residual_tensors(),
+    ]
+
+
 def kept_tensors(parts: Parts) -> list[torch.Tensor]:
     """Return every tensor that `footprint` counts, and the model's buffers."""
     return [
-        *parts.model.parameters(),
+        *_weight_tensors(parts),
         *parts.model.buffers(),
-        *(buffer.flat for buffer in parts.ddp.buffers_by_axis),
+        *_gradient_tensors(parts),
         *_optimizer_tensors(parts.optimizer),
         *_fp8_tensors(parts),
     ]
@@ -71,10 +83,10 @@ def kept_tensors(parts: Parts) -> list[torch.Tensor]:
 
 def footprint(parts: Parts) -> Footprint:
     """Measure what a rank keeps."""
-    weights = list(parts.model.parameters())
+    weights = _weight_tensors(parts)
     return Footprint(
         weights=_bytes(weights),
-        gradients=_bytes(buffer.flat for buffer in parts.ddp.buffers_by_axis),
+        gradients=_bytes(_gradient_tensors(parts)),
         optimizer=_bytes(_optimizer_tensors(parts.optimizer), but=weights),
         fp8=_bytes(_fp8_tensors(parts)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config import RunConfig
+from megatron.core.dist_checkpointing.shard import volume
 from megatron.core.mesh import MeshSizes
 from megatron.core.pipeline_parallel.simulate import simulate
 from megatron.training.communication import (
@@ -75,6 +76,25 @@ def checkpoint_line(stored: Stored) -> str:
     )
 
 
+def residual_line(cfg: RunConfig, stored: Stored) -> str:
+    """Say what FP8 gradients add to a checkpoint; empty if nothing."""
+    sizes = MeshSizes.from_config(cfg, cfg.world_size)
+    replicas = (cfg.data_parallel_size * cfg.context_parallel_size, sizes.edp)
+    keeps = cfg.grad_reduce_dtype == "fp8" and cfg.grad_reduce_error_feedback
+    if not keeps or cfg.no_save_optim or replicas[0] == 1:
+        return ""
+    each = cfg.ckpt_grad_residual == "each"
+    count = sum(
+        volume(shard.size()) * (replicas[".experts." in key] if each else 1)
+        for key, shard in stored.model.items()
+    )
+    who = "each replica keeps" if each else "all replicas keep together"
+    return (
+        f"checkpoint: what {who} of FP8 gradients for the next step takes {readable(4 * count)} "
+        "(--ckpt-grad-residual)"
+    )
+
+
 def memory_lines(classes: Sequence[RankClass]) -> list[str]:
     """Return the table of memory."""
     cells = []
@@ -111,6 +131,12 @@ def memory_lines(classes: Sequence[RankClass]) -> list[str]:
         *(f"  {line}" for line in aligned([_COLUMNS, *cells], numbers_from=1)),
         *notes,
     ]
+
+
+def snapshot_line(cfg: RunConfig, num_bytes: int) -> str:
+    """Describe the snapshots of ``--fp8-spike-rollback``, which the table leaves out."""
+    place = "device" if cfg.fp8_spike_rollback_memory == "device" else "host"
+    return f"on top, for --fp8-spike-rollback: about {readable(num_bytes)} of {place} memory a rank"
 
 
 def communication_lines(classes: Sequence[RankClass]) -> list[str]:

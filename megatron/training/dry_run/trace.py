@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -71,6 +71,19 @@ def paper_mesh(cfg: RunConfig, rank: int) -> ParallelState:
     return ParallelState.build(cfg, rank, cfg.world_size, lambda _: PaperGroup())
 
 
+def paper_runtime(cfg: RunConfig, rank: int) -> Runtime:
+    """Return what a started process has, on paper; nothing is started."""
+    return Runtime(
+        config=cfg,
+        mesh=paper_mesh(cfg, rank),
+        backend=NativeBackend(),
+        backend_reason="a dry run",
+        device=META,
+        launch=Launch(rank, cfg.world_size, rank, cfg.world_size),
+        started=time.monotonic(),
+    )
+
+
 def build_rank(cfg: RunConfig, rank: int) -> PaperRank:
     """Build a rank on paper.
 
@@ -82,15 +95,8 @@ def build_rank(cfg: RunConfig, rank: int) -> PaperRank:
         MegatronError: What a real rank would raise.
     """
     log = CommLog()
-    runtime = Runtime(
-        config=cfg,
-        mesh=paper_mesh(cfg, rank).recording(log),
-        backend=NativeBackend(),
-        backend_reason="a dry run",
-        device=META,
-        launch=Launch(rank, cfg.world_size, rank, cfg.world_size),
-        started=time.monotonic(),
-    )
+    runtime = paper_runtime(cfg, rank)
+    runtime = replace(runtime, mesh=runtime.mesh.recording(log))
     return PaperRank(runtime, setup_model(cfg, runtime), log)
 
 

@@ -33,7 +33,11 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "sp": {"sequence_parallel": True},
     "nosp": {"sequence_parallel": False},
     "distopt": {"use_distributed_optimizer": True},
-    "nodistopt": {"use_distributed_optimizer": False, "overlap_param_gather": False},
+    "nodistopt": {
+        "use_distributed_optimizer": False,
+        "overlap_param_gather": False,
+        "fp8_param_gather": False,
+    },
     "recompute": _FULL_RECOMPUTE,
     "norecompute": {name: None for name in (*_FULL_RECOMPUTE, "recompute_activations")},
 }
@@ -65,7 +69,9 @@ _WITHOUT = (
     "use_distributed_optimizer",
     "overlap_grad_reduce",
     "overlap_param_gather",
+    "fp8_param_gather",
     "grad_reduce_in_bf16",
+    "grad_reduce_dtype",
     "ddp_bucket_size",
     "ddp_num_buckets",
     *_SWITCHES["norecompute"],

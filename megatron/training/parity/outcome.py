@@ -104,7 +104,8 @@ def observe(
 def global_weights(parts: Parts, mesh: ParallelState) -> Tensors:
     """Return every parameter of the whole model, by global name. Collective."""
     parts.ddp.finish_param_sync()
-    return _global(parts, mesh, lambda param: param.detach())
+    from_masters = _whole_fp8_weights(parts)
+    return _global(parts, mesh, lambda param: from_masters.get(param, param.detach()))
 
 
 def global_gradients(parts: Parts, mesh: ParallelState) -> Tensors:
@@ -139,6 +140,23 @@ def _whole_gradients(parts: Parts) -> dict[torch.Tensor, torch.Tensor]:
             place[own.start : own.stop] = ddp.summed_grad(param)
             whole[param] = place.view(param.shape)
         all_reduce_(flat, axis)  # every element has one owner: nothing is added but zeros
+    return whole
+
+
+def _whole_fp8_weights(parts: Parts) -> dict[torch.Tensor, torch.Tensor]:
+    """Return weights that rest in FP8 in the parameters' type, from the masters. Collective."""
+    ddp = parts.ddp
+    whole: dict[torch.Tensor, torch.Tensor] = {}
+    masters = {slot.param: slot for slot in parts.optimizer.slots}
+    for param in ddp.trained_params:
+        if not ddp.is_in_fp8(param):
+            continue
+        flat = torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
+        if param in masters:
+            slot = masters[param]
+            slot.part(flat).copy_(slot.master)
+        all_reduce_(flat, ddp.shard_axis(param))  # every element has one owner
+        whole[param] = flat.view(param.shape)
     return whole
 
 

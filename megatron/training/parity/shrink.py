@@ -23,7 +23,7 @@ _WIDTH = 16  # FP8 wants every matrix side of a rank as a multiple of this
 _SEQUENCE = 32
 _VOCABULARY = 209  # odd, so that its padding depends on the layout
 _KEPT_DATA = ("reset_position_ids", "reset_attention_mask")
-_DROPPED_SECTIONS = ("data", "checkpoint", "logging", "run", "training")
+_DROPPED_SECTIONS = ("data", "checkpoint", "logging", "run", "training", "fp8_guards")
 _KEPT_TRAINING = (
     "recompute_activations",
     "recompute_granularity",
@@ -31,7 +31,7 @@ _KEPT_TRAINING = (
     "recompute_num_layers",
     "recompute_modules",
 )
-_PRECISION = ("bf16", "fp16", "loss_scale", "grad_reduce_in_bf16")
+_PRECISION = ("bf16", "fp16", "loss_scale", "grad_reduce_in_bf16", "grad_reduce_dtype")
 _LEARNING_RATE = 0.01  # losses move, and rounding errors do not grow into another run
 _FP16_LOSS_SCALE = 256.0
 _TE_ONLY = ("tp_comm_overlap_cfg", "tp_comm_bootstrap_backend")
@@ -140,6 +140,10 @@ def neutral(cfg: RunConfig) -> Model:
     if cfg.fp16:
         why = "a loss scale that is searched for skips steps"
         changes.append(Change("loss_scale", cfg.loss_scale or "dynamic", _FP16_LOSS_SCALE, why))
+    if cfg.grad_reduce_dtype == "fp8":
+        why = "what rounding does to a gradient depends on who sends it"
+        changes.append(Change("grad_reduce_dtype", "fp8", None, why))
+        kept.pop("grad_reduce_error_feedback", None)
     return Model(kept).with_changes(changes)
 
 
@@ -365,7 +369,8 @@ def own_precision(fields: Mapping[str, Any]) -> str:
     if fields.get("fp8_format"):
         recipe = fields.get("fp8_recipe", SPECS["fp8_recipe"].default)
         return f"{kind or 'fp32'}+fp8 {recipe}"
-    return kind or ("fp32, bf16 sums" if fields.get("grad_reduce_in_bf16") else "")
+    bf16 = fields.get("grad_reduce_in_bf16") or fields.get("grad_reduce_dtype") == "bf16"
+    return kind or ("fp32, bf16 sums" if bf16 else "")
 
 
 def fits(cfg: RunConfig, model: Model, layout: Layout) -> None:

@@ -8,6 +8,7 @@ bits, ties to even, subnormals included.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -35,7 +36,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     values = x.detach()
     if x.device.type == "cpu":
         low, high = torch.aminmax(values)
-        largest = torch.maximum(-low, high).float()
+        largest = torch.maximum(-low, high).float().abs_()  # of zeros it may be -0
         if not torch.isnan(largest):
             return largest
     # On a device, asking whether there is a NaN would wait for it.
@@ -124,13 +125,19 @@ def round_to_grid(
 
 def cast(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Multiply in fp32, saturate, convert to the FP8 type."""
-    return (x.detach().float() * scale).clamp_(-fmt.max, fmt.max).to(fmt.torch_dtype)
+    made = (x.detach().float() * scale).clamp_(-fmt.max, fmt.max).to(fmt.torch_dtype)
+    _drop_sign_of_nan(made.view(torch.uint8), fmt)
+    return made
 
 
 def encode(held: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Codes of grid values held in bf16. Torch's cast is exact on grid values."""
     source = held.contiguous()
-    codes = source.to(fmt.torch_dtype).view(torch.uint8)
+    return _drop_sign_of_nan(source.to(fmt.torch_dtype).view(torch.uint8), fmt)
+
+
+def _drop_sign_of_nan(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Torch's casts keep it, FP8 hardware does not."""
     return codes.masked_fill_(codes == fmt.nan_code | 0x80, fmt.nan_code)
 
 
@@ -144,3 +151,41 @@ def decode(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
 @cache
 def _table(fmt: Fp8Format, device: torch.device) -> torch.Tensor:
     return code_values(fmt).to(device=device, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Normed:
+    """What a kernel returns that norms and casts.
+
+    Attributes:
+        data: Codes in the FP8 type, or values in the type of the input, `[rows, cols]`.
+        amax: Largest magnitude of what was cast or of the rounded values, fp32 0-dim.
+        mean: fp32 `[rows, 1]`; None for an RMS norm.
+        inverse: One over deviation or root mean square, fp32 `[rows, 1]`.
+    """
+
+    data: torch.Tensor
+    amax: torch.Tensor
+    mean: torch.Tensor | None
+    inverse: torch.Tensor
+
+
+def normalize(
+    x: torch.Tensor,
+    factor: torch.Tensor,
+    shift: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    inverse: torch.Tensor,
+) -> torch.Tensor:
+    """A norm from its row statistics: `(x - mean) * inverse * factor + shift` in fp32.
+
+    Args:
+        x: `[rows, cols]`, any float type.
+        factor: fp32 `[cols]`.
+        shift: `[cols]` or None.
+        mean: fp32 `[rows, 1]`; None for an RMS norm.
+        inverse: fp32 `[rows, 1]`.
+    """
+    y = x.float() if mean is None else x.float() - mean
+    y = y * inverse * factor
+    return y if shift is None else y + shift.float()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from megatron.config.fp8 import recipe_of
 from megatron.config.placement import Stage, whole_model
 from megatron.core.fp8.precision import PrecisionRow, dtype_name, group_rows
 from megatron.core.models.gpt.embedding import LanguageModelEmbedding, TiedWordEmbedding
@@ -29,6 +30,8 @@ _OUTSIDE_FP8 = (
     ("word_embeddings", "table lookup", "not an FP8 consumer: a lookup is no matrix product"),
 )
 _ROUTER = "not an FP8 consumer: --moe-router-dtype"
+# Layers of torch's own, from somebody's specification: they multiply, and not in FP8.
+_NO_FP8_PATH = (nn.Linear, nn.Bilinear, nn.Conv1d, nn.MultiheadAttention)
 
 
 class GPTModel(nn.Module):
@@ -172,6 +175,12 @@ class GPTModel(nn.Module):
             rows += group_rows(getattr(module, "precisions", ()), path)
             if isinstance(module, MoELayer):
                 rows += module.precision_rows
+            if isinstance(module, _NO_FP8_PATH):
+                kind = f"torch.nn.{type(module).__name__}"
+                recipe = recipe_of(self.config)
+                family = "fp4" if recipe == "nvfp4" else "fp8"
+                wanted = plain if recipe is None else f"{family} {recipe}"
+                rows.append(PrecisionRow(path, "all", wanted, plain, kind, f"{kind}: no FP8 path"))
             for name, kernel, reason in _OUTSIDE_FP8:
                 if path.endswith(name):
                     rows.append(PrecisionRow(path, "all", plain, plain, kernel, reason))

@@ -177,12 +177,12 @@ def journeys_of(build: Build) -> tuple[Journeys, list[PrecisionRow]]:
         build: Of the layer.
     """
     config = build.config
-    there, why = _codec(build, config.moe_dispatch_fwd_dtype, Role.INPUT, "linear_fc1")
-    back, _ = _codec(build, config.moe_combine_bwd_dtype, Role.GRAD_OUTPUT, "linear_fc2")
+    there, why_there = _codec(build, config.moe_dispatch_fwd_dtype, Role.INPUT)
+    back, why_back = _codec(build, config.moe_combine_bwd_dtype, Role.GRAD_OUTPUT)
     rows = []
-    for name, wanted, codec in (
-        ("dispatch", config.moe_dispatch_fwd_dtype, there),
-        ("combine backward", config.moe_combine_bwd_dtype, back),
+    for name, wanted, codec, why in (
+        ("dispatch", config.moe_dispatch_fwd_dtype, there, why_there),
+        ("combine backward", config.moe_combine_bwd_dtype, back, why_back),
     ):
         if wanted != "bf16":
             plain = dtype_name(build.params_dtype)
@@ -191,10 +191,14 @@ def journeys_of(build: Build) -> tuple[Journeys, list[PrecisionRow]]:
     return Journeys(there, back, build.fp8 if build.fp8.recipe is not None else None), rows
 
 
-def _codec(build: Build, name: str, role: Role, layer: str) -> tuple[RowCodec | None, str]:
-    """How rows for one of the experts' layers are packed, and why not in FP8 although asked for."""
-    fp8 = build.fp8
+# The product that reads the rows of each role.
+_READERS = {Role.INPUT: ("linear_fc1", "fprop"), Role.GRAD_OUTPUT: ("linear_fc2", "dgrad")}
+
+
+def _codec(build: Build, name: str, role: Role) -> tuple[RowCodec | None, str]:
+    """How rows for the experts are packed, and why not in FP8 although asked for."""
+    fp8, (layer, gemm) = build.fp8, _READERS[role]
     decision = fp8.policy.decide(f"{build.path}.experts.{layer}")
-    if fp8.recipe is not None and decision.recipe is None:
-        return None, decision.reason
+    if fp8.recipe is not None and not decision.runs(gemm):
+        return None, decision.why(gemm)
     return row_codec(name, decision.recipe, role, fold=fp8.emulation == "fast"), ""

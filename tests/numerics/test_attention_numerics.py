@@ -341,6 +341,18 @@ def test_views_of_one_tensor():
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE], ids=lambda r: r.name)
+def test_operands_in_the_fp8_type_give_the_same_bits(recipe):
+    found = []
+    for hardware in (False, True):
+        state, precision = precision_of(recipe)
+        state.hardware = hardware
+        run(precision, tensors(SHAPES[1], 0))
+        state.sync()
+        found.append(run(precision, tensors(SHAPES[1], 1)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_evaluation_records_nothing():
     state, precision = precision_of(DELAYED)
     with state.not_recording(), torch.no_grad():
