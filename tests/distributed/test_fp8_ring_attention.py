@@ -15,7 +15,7 @@ from megatron.core.fp8.attention import AttentionChoice
 from megatron.core.transformer.attention_fp8 import Whole, fp8_attention
 from megatron.core.transformer.attention_kernel import Block
 from megatron.core.transformer.context_parallel import context_attention, take_local, to_sequence
-from megatron.core.transformer.context_parallel_fp8 import Exchange, placement
+from megatron.core.transformer.context_parallel_fp8 import placement
 from megatron.training.parity.ranks import compile_kernels
 from tests.distributed.test_ring_attention import COMMS, B, D, N, S, job_of, packed, ranks_for
 
@@ -69,7 +69,7 @@ def together(rank, size, comm, recipe, groups, starts, backward, in_fp8=True):
     """This rank's part of the same, and its scales after the first step."""
     axis, job = job_of(rank, size, comm, starts)
     state, precision = state_of(recipe, backward)
-    place = placement(comm, axis, job, Exchange(in_fp8))
+    place = placement(comm, axis, job, in_fp8)
     for seed in range(2):
         inputs = [take_local(x, axis, dim=0) for x in whole(groups, seed)]
         found = step(inputs, precision, place)
@@ -139,7 +139,7 @@ def sent(rank, size, comm, recipe):
             torch.autograd.grad(out, leaves, inputs[3])
         else:
             _, precision = state_of(recipe)
-            step(inputs, precision, placement(comm, axis, job, Exchange(kind == "fp8")))
+            step(inputs, precision, placement(comm, axis, job, kind == "fp8"))
         moved = Counter()
         for transfer, count in log.counts.items():
             if transfer.part != AMAX and transfer.kind != "recv":

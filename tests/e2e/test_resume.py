@@ -26,6 +26,7 @@ DELAYED = [*FP8, "delayed", "--fp8-amax-history-len", "4", "--fp8-amax-compute-a
 MXFP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
 ATTENTION = [*FP8, "tensorwise", "--fp8-dot-product-attention"]
 PRECISIONS = {"bf16": [], "delayed": DELAYED, "tensorwise": [*FP8, "tensorwise"], "mxfp8": MXFP8}
+PRECISIONS["nvfp4"] = ["--fp4-format", "e2m1"]
 LAYOUTS = {
     "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "dp2": [],
@@ -78,7 +79,7 @@ def assert_same(first, second):
 
 
 CASES = [(p, layout) for p in ("bf16", "delayed", "tensorwise") for layout in ("tp2", "dp2")]
-CASES += [("mxfp8", "tp2"), ("attention", "cp2")]
+CASES += [("mxfp8", "tp2"), ("nvfp4", "tp2"), ("attention", "cp2")]
 CASES += [("delayed", "dp2 own scales"), ("bf16", "cp2")]
 CASES += [("delayed", "cp2"), ("delayed", "cp2 own scales")]
 CASES += [("bf16", "dp2 sharded"), ("delayed", "dp2 fp8")]

@@ -57,10 +57,11 @@ def test_transformer_engine_is_not_chosen_for_a_cpu_run_on_a_cuda_machine():
 
 def wanted(impl="transformer_engine", fp8_format="e4m3", fp8_recipe="mxfp8", **fields):
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
+    if fp8_format is not None:
+        fields |= {"fp8_format": fp8_format, "fp8_recipe": fp8_recipe}
     return make_config(
-        1, **sizes, vocab_size=128, bf16=True, mock_data=True, transformer_impl=impl,
-        fp8_format=fp8_format, fp8_recipe=fp8_recipe, **fields,
-    )  # fmt: skip
+        1, **sizes, vocab_size=128, bf16=True, mock_data=True, transformer_impl=impl, **fields
+    )
 
 
 NO_TE = [Fake("transformer_engine", False, "not installed"), Fake("native", True, "torch")]

@@ -100,6 +100,7 @@ def test_accepted_with_one_notice(line):
         (("--profile",), ["nsys"]),
         (("--data-args-path", "x"), ["data_path", "--config"]),
         (("--img-h", "3"), ["GPT pretraining"]),
+        (("--fp4-param-gather",), ["low precision", "--fp4-format"]),
     ],
 )
 def test_refused_with_the_reason(tokens, words):

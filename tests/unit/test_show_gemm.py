@@ -58,6 +58,7 @@ def test_an_imagined_device(capsys, capability, emulated):
     assert code == 0
     assert found["device"].startswith(f"compute capability {capability} (not here")
     rows = found["recipes"]
+    emulated = emulated | {"nvfp4"}  # torch has no product for it anywhere yet
     assert {row["recipe"] for row in rows if row["kernel"].startswith("emulated")} == emulated
     assert all(bool(row["reason"]) == (row["recipe"] in emulated) for row in rows)
 

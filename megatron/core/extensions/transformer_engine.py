@@ -130,8 +130,11 @@ def _workshop(config: RunConfig) -> _Workshop:
         backend, reason = resolve(config.transformer_impl, device)
         if config.tp_comm_overlap:
             backend.start_tp_overlap(config, mesh)
+        build = Build.root(config, mesh, backend, device)
+        # Nobody tells such layers where training is: random roundings must not repeat all the same.
+        build.fp8.rng = None
         # The build holds the configuration, so its id is not used again.
-        _workshops[id(config)] = _Workshop(Build.root(config, mesh, backend, device), reason)
+        _workshops[id(config)] = _Workshop(build, reason)
     return _workshops[id(config)]
 
 
