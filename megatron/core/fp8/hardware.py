@@ -355,6 +355,7 @@ def multiply(
         made = multiplied(a, b, out_dtype if bias is None else torch.float32)[:m, :n]
         if bias is not None:
             made = (made + bias.float()).to(out_dtype)
+    # A part of a padded result is sent as it is, and only what is whole in memory can be.
     return made.contiguous() if out is None else out.copy_(made)
 
 
@@ -410,7 +411,7 @@ def _unpadded(
         made = made[:, :n]
         made = made if bias is None or fuses else made + bias
     if out is None:
-        return made.contiguous()  # transfers want it so
+        return made.contiguous()
     return made if made is out else out.copy_(made)
 
 
