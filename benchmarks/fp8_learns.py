@@ -122,6 +122,9 @@ def judge(found: dict[str, list[float]]) -> int:
     Args:
         found: Validation losses by variant, in the same order of seeds.
     """
+    if "bf16" not in found:
+        print("No BF16 run to compare with: train it too, or give the --output that has it.")
+        return 0
     base = statistics.mean(found["bf16"])
     spread = statistics.stdev(found["bf16"]) if len(found["bf16"]) > 1 else 0.0
     print(f"\nBF16 mean {base:.4f}, spread over seeds {spread:.4f}, accepted excess {BAND:.1%}")

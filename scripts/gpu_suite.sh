@@ -28,7 +28,7 @@ timeout 60 "$python" tools/preflight.py --json >"$out/preflight.json" || failed=
 
 echo "== tests"
 MEGATRON_GPU_REPORT="$out/tests.json" timeout 180 "$python" -m pytest -m gpu tests/gpu \
-  tests/contract/test_fp8_linear.py -rsfE -p no:cacheprovider --durations=5 2>&1 | tee "$out/tests.log" || failed=1
+  tests/contract/test_fp8_linear.py tests/unit/test_attention.py -rsfE -p no:cacheprovider --durations=5 2>&1 | tee "$out/tests.log" || failed=1
 
 echo "== speed"
 timeout 250 "$python" tests/gpu/throughput.py "${dry[@]}" --json "$out/throughput.json" 2>&1 \

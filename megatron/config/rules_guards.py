@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.draft import Draft
+from megatron.config.fp8 import recipe_of
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
 
@@ -57,7 +58,7 @@ def fallback_has_what_it_needs(c: Draft) -> Iterator[Problem]:
                 f"Add --fp8-auto-fallback, or remove {' and '.join(flag_of(n) for n in changed)}",
             )
         return
-    if c.fp8_format is None and "fp8_format" not in c.broken:
+    if recipe_of(c) is None and "fp8_format" not in c.broken:
         yield Problem(
             ("--fp8-auto-fallback", "--fp8-format"),
             "no --fp8-format",
@@ -97,7 +98,7 @@ def rollback_settings_are_read(c: Draft) -> Iterator[Problem]:
 def rollback_changes_a_precision_there_is(c: Draft) -> Iterator[Problem]:
     """--fp8-spike-rollback-precision bf16 needs FP8, and a length needs it."""
     leaves = c.fp8_spike_rollback_precision == "bf16"
-    if leaves and c.fp8_format is None and "fp8_format" not in c.broken:
+    if leaves and recipe_of(c) is None and "fp8_format" not in c.broken:
         yield Problem(
             ("--fp8-spike-rollback-precision", "--fp8-format"),
             "bf16 and no --fp8-format",

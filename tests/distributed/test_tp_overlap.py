@@ -34,6 +34,7 @@ from megatron.core.mesh import MeshSizes, ParallelState
 from megatron.core.tensor_parallel import mappings, overlap
 from megatron.core.tensor_parallel.mappings import reduce_scatter_along_first_dim
 from megatron.core.tensor_parallel.overlap import Overlapped
+from tests import fake_products
 from tests.contract.test_fp8_linear import scaled_mm_on_cpu
 from tests.small_models import small_config
 
@@ -146,6 +147,28 @@ def both_ways(rank, world, kind):
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_overlap_is_bitwise(kind, world):
     run_ranks(both_ways, world, kind, detail=False)
+
+
+def blocks_in_hardware(rank, world, kind):
+    """Operands in the FP8 type with scales of blocks, as they travel on a GPU."""
+    axis = tp_axis(rank, world)
+    devices = ((BLOCKS, (9, 0)), (BLOCKS, (10, 0)), (MX, (10, 0)))
+    # A rank's rows cut blocks, or are whole ones, which then travel for the weight's gradient, too.
+    for (recipe, capability), sizes in itertools.product(
+        devices, ((SEQ, BATCH, IN, OUT), (world * 128, 1, 40, 48))
+    ):
+        case = {"kind": kind, "recipe": recipe, "dtype": torch.bfloat16, "sizes": sizes}
+        emulated = train(axis, transfers=comm.PLAIN, **case)
+        with fake_products.device_like(capability, pytest.MonkeyPatch()):
+            for transfers in (comm.PLAIN, Overlapped(), Overlapped(rs_dgrad=True)):
+                found = train(axis, transfers=transfers, hardware=True, **case)
+                for one, other in zip(emulated, found, strict=True):
+                    assert torch.equal(one, other), (recipe, capability, sizes, transfers)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_scales_of_blocks_in_hardware(kind):
+    run_ranks(blocks_in_hardware, 2, kind, detail=False)
 
 
 def other_machines(rank, world, kind):

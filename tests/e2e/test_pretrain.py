@@ -55,7 +55,7 @@ def test_fp8_runs_with_sequence_parallel_and_says_so(recipe, fp32_losses):
     # FP8 and BF16 noise on a loss of 5.5; the layouts differ by a good deal less than the formats.
     assert one.losses() == pytest.approx(fp32_losses, rel=2e-3)
     assert two.losses() == pytest.approx(one.losses(), rel=5e-4)
-    rows = [x.split() for x in two.lines("decoder.layers.*") if "fp8" in x]
+    rows = [x.split() for x in two.lines("decoder.layers.*") if " fp8 " in x]
     assert len(rows) == 12  # four layers, three products each
     assert all(row[4] == row[7] == recipe and "2" in row for row in rows), two.out
     assert len(two.lines("output_layer")) == 1

@@ -120,6 +120,7 @@ def test_products_read_every_scale_where_it_lies(name, capability, shape, monkey
             made = gemm_nt(a, b, out_dtype=torch.float32)
             # The stand-in sums in fp64, in another order where zeros were added, and rounds once.
             torch.testing.assert_close(made.double(), want, rtol=2.0**-22, atol=0)
+            assert made.is_contiguous()  # it may be sent
             into = torch.empty(shape[:2], dtype=torch.bfloat16)
             got = gemm_nt(a, b, out_dtype=torch.bfloat16, bias=bias, out=into)
             assert got is into
@@ -164,6 +165,12 @@ def test_scales_of_rows():
     got = gemm_nt(*pair, out_dtype=torch.float32)
     want = pair[0].dequantize(torch.float64) @ pair[1].dequantize(torch.float64).t()
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    assert gemm_nt(pair[0], narrow(pair[1]), out_dtype=torch.float32).is_contiguous()
+
+
+def narrow(x):
+    """17 rows, which is no multiple of 16."""
+    return hardware.QuantizedTensor(x.data[:17], x.scale_inv[:17], x.fmt, x.block)
 
 
 # -- the check on the device ---------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron.core.errors import PrecisionError
 from megatron.core.fp8 import Fp8State
+from megatron.core.fp8.hardware import Verdict
 from megatron.core.fp8.linear import linear
 from megatron.core.fp8.policy import Fp8Policy
 from megatron.core.fp8.primary import Fp8Weight
@@ -112,6 +113,28 @@ def test_made_of_the_whole(name, kind):
     primary.take_values(whole, torch.empty(whole.shape, dtype=torch.uint8))
     assert_same(precision.quantize_weight(weight), expected)
     assert all(t.itemsize == 1 or t.numel() < whole.numel() / 16 for t in primary.tensors)
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_operands_for_fp8_hardware(name, monkeypatch):
+    """In the FP8 type and contiguous both; a CPU can make them, too."""
+    there = Verdict(True, "a test", ("a kernel",) * 3)
+    monkeypatch.setattr(Fp8State, "products", lambda self, recipe: there)
+    whole = values("random", (256, 384))
+    _, plain = layer(RECIPES[name])
+    expected = plain.quantize_weight(nn.Parameter(whole.clone()))
+    _, precision = layer(RECIPES[name])
+    weight = nn.Parameter(whole.clone())
+    if name in PARTS:
+        rest(weight, precision, whole, [1000])
+    else:
+        codes = torch.empty(whole.shape, dtype=torch.uint8)
+        Fp8Weight(weight, precision).take_values(whole, codes)
+    for _ in range(2):  # the transposed copy is made once
+        found = precision.quantize_weight(weight)
+        assert_same(found, expected)
+        assert all(one.data.is_contiguous() and not one.is_held for one in (*found, *expected))
+    assert found[1].data.data_ptr() == precision.quantize_weight(weight)[1].data.data_ptr()
 
 
 @pytest.mark.parametrize("name", RECIPES)

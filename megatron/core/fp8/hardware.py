@@ -355,7 +355,8 @@ def multiply(
         made = multiplied(a, b, out_dtype if bias is None else torch.float32)[:m, :n]
         if bias is not None:
             made = (made + bias.float()).to(out_dtype)
-    return made if out is None else out.copy_(made)
+    # A part of a padded result is sent as it is, and only what is whole in memory can be.
+    return made.contiguous() if out is None else out.copy_(made)
 
 
 def up_to(size: int, multiple: int) -> int:
@@ -409,7 +410,9 @@ def _unpadded(
     if not finished:
         made = made[:, :n]
         made = made if bias is None or fuses else made + bias
-    return made if out is None or made is out else out.copy_(made)
+    if out is None:
+        return made.contiguous()
+    return made if made is out else out.copy_(made)
 
 
 def _blocks(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:

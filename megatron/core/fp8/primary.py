@@ -320,14 +320,17 @@ class Fp8Weight:
         if state.recording and self._recorded != now:
             quantizer.record(self._amax)
             self._recorded = now
-        if quantizer.hardware:
-            if self._turned is None:
-                self._turned = quantizer.transposed(self._row)
-            return self._row, self._turned
-        row = self._row.hold()
-        if isinstance(quantizer, BlockQuantizer) and quantizer.fold:
-            row = row.fold()
-        return row, self._second or self._row.t()
+        row = self._row
+        if not quantizer.hardware:
+            row = row.hold()
+            row = row.fold() if isinstance(quantizer, BlockQuantizer) and quantizer.fold else row
+        if self._second is not None:
+            return row, self._second
+        if not quantizer.hardware:
+            return row, self._row.t()
+        if self._turned is None:
+            self._turned = quantizer.transposed(self._row)
+        return row, self._turned
 
 
 def _numbers(operand: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:

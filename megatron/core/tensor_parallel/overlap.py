@@ -158,7 +158,7 @@ class _Gathering:
 
     def _like_own(self, span: slice) -> Operand:
         if self._ready is None:
-            high = self._count // self._lines  # rows of a line
+            high = max(1, self._count // max(1, self._lines))  # rows of a line
             lines = slice(span.start and span.start // high, span.stop and span.stop // high)
             return from_wire(self._wire[lines], self._rows)
         if not isinstance(self._rows, QuantizedTensor):

