@@ -229,8 +229,8 @@ def test_offsets_beyond_4_gib(tmp_path, mmap):
 def test_written_pointers_are_64_bit(tmp_path):
     """The builder's pointers, for lengths whose sum passes 2^31 tokens, without writing tokens."""
     with IndexedDatasetBuilder(tmp_path / "big", np.int64) as builder:
-        builder._lengths.extend([2**31 - 1, 2**31 - 1, 5])
-        builder._documents.extend([1, 2, 3])
+        builder._record(np.array([2**31 - 1, 2**31 - 1, 5]))
+        builder._end_documents(np.array([1, 2, 3]))
         builder.finalize()
     raw = idx_path(tmp_path / "big").read_bytes()
     pointers = np.frombuffer(raw, "<i8", 3, HEADER.size + 12)

@@ -12,12 +12,14 @@ Megatron-LM's, byte for byte, so corpora move between the two projects unchanged
 
 from __future__ import annotations
 
-import array
 import contextlib
 import hashlib
+import itertools
 import os
 import struct
 import types
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,6 +51,10 @@ UINT16_LIMIT = 65500
 # because every rank of a run computes it at start-up.
 _FULL_HASH_BYTES = 256 << 20
 _HASH_BLOCK = 1 << 20
+
+# What a builder appends to, and how many entries of it are copied at a time.
+_LOGS = ("tokens", "lengths", "documents")
+_BLOCK = 1 << 16
 
 
 def optimal_dtype(vocab_size: int | None) -> type[Any]:
@@ -291,18 +297,30 @@ def _broken(path: Path, got: str, why: str) -> DataError:
 class IndexedDatasetBuilder:
     """Write a corpus; the two files appear together, complete, or not at all.
 
-    Everything goes to temporary names beside the target. ``finalize`` flushes them to disk and
-    renames; leaving the ``with`` block by an exception removes them.
+    Everything goes to unfinished files beside the target: tokens, sequence lengths and document
+    ends are appended to one file each, so that memory does not grow with the corpus. ``finalize``
+    makes the index of them, flushes to disk and renames; leaving the ``with`` block by an exception
+    removes them.
 
     Args:
         prefix: Target path without ending. Its directory must exist.
         dtype: Element type, see `optimal_dtype`.
+        unfinished: Path that the names of the unfinished files start with, on the file system of
+            the target; a name of its own beside the target if None.
+        written: From `mark`: go on where an earlier builder with the same `unfinished` was then.
 
     Raises:
         DataError: The type has no code in the format, or a token does not fit the type.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike = np.int32) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: npt.DTypeLike = np.int32,
+        *,
+        unfinished: str | os.PathLike[str] | None = None,
+        written: Mapping[str, int] | None = None,
+    ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         if self.dtype not in CODES:
@@ -314,17 +332,28 @@ class IndexedDatasetBuilder:
                     f"Use one of {', '.join(d.name for d in CODES)}",
                 )
             )
-        # array("i") and array("q") keep 4 and 8 bytes per entry; lists would keep some 36.
-        self._lengths = array.array("i")
-        self._documents = array.array("q", [0])
-        tag = f"tmp-{os.getpid()}-{os.urandom(4).hex()}"
-        self._temporary = [Path(f"{path}.{tag}") for path in (bin_path(prefix), idx_path(prefix))]
-        self._file: BinaryIO | None = self._temporary[0].open("wb", buffering=1 << 20)
+        if unfinished is None:
+            unfinished = f"{self.prefix}.tmp-{os.getpid()}-{os.urandom(4).hex()}"
+        self._unfinished = os.fspath(unfinished)
+        sizes = dict.fromkeys(_LOGS, 0) if written is None else written
+        self._logs: dict[str, BinaryIO] = {}
+        try:
+            for name in _LOGS:
+                path = Path(f"{self._unfinished}.{name}")
+                self._logs[name] = path.open("wb" if written is None else "r+b", 1 << 20)
+                self._logs[name].truncate(sizes[name])
+                self._logs[name].seek(sizes[name])
+        except OSError:
+            self.abort()
+            raise
+        self._sequences = sizes["lengths"] // 4
+        self._documents = sizes["documents"] // 8
+        self._crc = sizes.get("crc", 0)
 
     @property
     def num_documents(self) -> int:
         """Documents written so far."""
-        return len(self._documents) - 1
+        return self._documents
 
     def add_document(self, tokens: npt.ArrayLike, lengths: list[int] | None = None) -> None:
         """Append one document.
@@ -358,13 +387,13 @@ class IndexedDatasetBuilder:
         flat, counted, parts = self._converted(tokens), np.asarray(counts), np.asarray(lengths)
         if int(parts.sum()) != flat.size or int(counted.sum()) != parts.size:
             raise ValueError("tokens, sequence lengths and sequence counts do not add up")
-        first = len(self._lengths)
-        self._write(flat, parts.tolist())
-        self._documents.extend((first + np.cumsum(counted, dtype=np.int64)).tolist())
+        first = self._sequences
+        self._write(flat, parts)
+        self._end_documents(first + np.cumsum(counted, dtype=np.int64))
 
     def end_document(self) -> None:
         """Close the current document."""
-        self._documents.append(len(self._lengths))
+        self._end_documents(np.array([self._sequences]))
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
         """Append a whole corpus of the same element type."""
@@ -378,46 +407,112 @@ class IndexedDatasetBuilder:
                     "Tokenize both with the same tokenizer",
                 )
             )
-        first = len(self._lengths)
-        with bin_path(prefix).open("rb") as file:
+        self._append(bin_path(prefix), other.sequence_lengths, other.document_indices[1:])
+
+    def add_unfinished(self, other: IndexedDatasetBuilder) -> None:
+        """Append what another builder of the same element type has written so far."""
+        other.mark()
+        lengths, documents = (
+            np.memmap(path, mode="r", dtype=dtype) if path.stat().st_size else np.empty(0, dtype)
+            for path, dtype in ((other._path("lengths"), "<i4"), (other._path("documents"), "<i8"))
+        )
+        self._append(other._path("tokens"), lengths, documents)
+
+    def _append(
+        self, tokens: Path, lengths: npt.NDArray[np.int32], documents: npt.NDArray[np.int64]
+    ) -> None:
+        first = self._sequences
+        with tokens.open("rb") as file:
             while block := file.read(1 << 20):
-                self._open_file().write(block)
-        self._lengths.frombytes(other.sequence_lengths.astype(np.int32).tobytes())
-        shifted = other.document_indices[1:].astype(np.int64) + first
-        self._documents.frombytes(shifted.tobytes())
+                self._put(block)
+        for start in range(0, lengths.size, _BLOCK):
+            self._record(lengths[start : start + _BLOCK])
+        for start in range(0, documents.size, _BLOCK):
+            self._end_documents(documents[start : start + _BLOCK] + first)
+
+    def mark(self) -> dict[str, int]:
+        """Put everything on the disk and return what a later builder needs to go on from here."""
+        sizes = {}
+        for name in _LOGS:
+            log = self._log(name)
+            sync(log)
+            sizes[name] = log.tell()
+        return {**sizes, "crc": self._crc}
+
+    def seal(self) -> dict[str, object]:
+        """Complete the two files under their unfinished names, see `publish`.
+
+        Returns:
+            Counts and checksums: documents, sequences, tokens, dtype, and the size and CRC-32 of
+            either file.
+        """
+        written = self.mark()
+        crc = self._write_index()
+        for log in self._logs.values():
+            log.close()
+        self._logs = {}
+        for name in ("lengths", "documents"):
+            self._path(name).unlink()
+        return {
+            "documents": self._documents,
+            "sequences": self._sequences,
+            "tokens": written["tokens"] // self.dtype.itemsize,
+            "dtype": self.dtype.name,
+            "bin_bytes": written["tokens"],
+            "bin_crc32": self._crc,
+            "idx_bytes": self._path("index").stat().st_size,
+            "idx_crc32": crc,
+        }
+
+    def _write_index(self) -> int:
+        code, entries = CODES[self.dtype], self._documents + 1
+        head = HEADER.pack(MAGIC, VERSION, code, self._sequences, entries)
+        crc = 0
+        with self._path("index").open("wb", 1 << 20) as index:
+            parts = (
+                [head],
+                self._blocks("lengths"),
+                self._pointers(),
+                [np.zeros(1, "<i8").tobytes()],
+                self._blocks("documents"),
+            )
+            for block in itertools.chain.from_iterable(parts):
+                index.write(block)
+                crc = zlib.crc32(block, crc)
+            sync(index)
+        return crc
+
+    def _blocks(self, name: str) -> Iterator[bytes]:
+        with self._path(name).open("rb") as file:
+            while block := file.read(8 * _BLOCK):
+                yield block
+
+    def _pointers(self) -> Iterator[bytes]:
+        start = 0
+        for block in self._blocks("lengths"):
+            # int64 throughout: a 32-bit sum wraps beyond 2 GiB.
+            ends = np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64) * self.dtype.itemsize
+            pointers = np.concatenate([[0], ends[:-1]]) + start
+            start += int(ends[-1])
+            yield pointers.astype("<i8").tobytes()
 
     def finalize(self) -> None:
         """Make the corpus visible under its final name."""
-        tokens = self._open_file()
-        _sync_close(tokens)
-        self._file = None
-        lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        pointers = np.zeros(lengths.size, dtype="<i8")
-        # int64 throughout: a 32-bit sum wraps beyond 2 GiB.
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self.dtype.itemsize
-        head = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], lengths.size, len(self._documents))
-        with self._temporary[1].open("wb") as index:
-            index.write(head)
-            index.write(lengths.astype("<i4").tobytes())
-            index.write(pointers.tobytes())
-            index.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").tobytes())
-            sync(index)
-        # Without its index a token file is unreadable, so at no moment do an old index and new
-        # tokens (or the other way round) look like a corpus.
-        idx_path(self.prefix).unlink(missing_ok=True)
-        os.replace(self._temporary[0], bin_path(self.prefix))
-        os.replace(self._temporary[1], idx_path(self.prefix))
-        sync_directory(idx_path(self.prefix).parent)
+        self.seal()
+        publish(self._unfinished, self.prefix)
+
+    def close(self) -> None:
+        """Stop writing and leave the unfinished files to a later builder."""
+        for log in self._logs.values():
+            with contextlib.suppress(OSError):  # a full disk refuses what is still buffered
+                log.close()
+        self._logs = {}
 
     def abort(self) -> None:
         """Remove what was written."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk refuses what is still buffered
-                self._file.close()
-            self._file = None
-        for path in self._temporary:
-            path.unlink(missing_ok=True)
+        self.close()
+        for name in (*_LOGS, "index"):
+            self._path(name).unlink(missing_ok=True)
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -428,26 +523,42 @@ class IndexedDatasetBuilder:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        if kind is not None or self._file is not None:
+        if kind is not None or self._logs:
             self.abort()
 
-    def _open_file(self) -> BinaryIO:
-        if self._file is None:
-            raise ValueError(f"{self.prefix} is already finalized or aborted")
-        return self._file
+    def _path(self, name: str) -> Path:
+        return Path(f"{self._unfinished}.{name}")
 
-    def _write(self, flat: npt.NDArray[Any], parts: list[int]) -> None:
-        if max(parts, default=0) > np.iinfo(np.int32).max:
+    def _log(self, name: str) -> BinaryIO:
+        if not self._logs:
+            raise ValueError(f"{self.prefix} is already finalized or aborted")
+        return self._logs[name]
+
+    def _write(self, flat: npt.NDArray[Any], parts: npt.ArrayLike) -> None:
+        lengths = np.asarray(parts, dtype=np.int64)
+        if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             raise DataError(
                 complaint(
                     self.prefix,
-                    f"a sequence of {max(parts)} tokens",
+                    f"a sequence of {lengths.max()} tokens",
                     "The format stores sequence lengths in 32 bits",
                     "Split the text into several documents",
                 )
             )
-        self._open_file().write(flat.tobytes())
-        self._lengths.extend(parts)
+        self._put(flat.tobytes())
+        self._record(lengths)
+
+    def _put(self, block: bytes) -> None:
+        self._log("tokens").write(block)
+        self._crc = zlib.crc32(block, self._crc)
+
+    def _record(self, lengths: npt.NDArray[Any]) -> None:
+        self._log("lengths").write(lengths.astype("<i4").tobytes())
+        self._sequences += lengths.size
+
+    def _end_documents(self, ends: npt.NDArray[Any]) -> None:
+        self._log("documents").write(ends.astype("<i8").tobytes())
+        self._documents += ends.size
 
     def _converted(self, tokens: npt.ArrayLike) -> npt.NDArray[Any]:
         values = np.asarray(tokens).reshape(-1)
@@ -468,6 +579,17 @@ class IndexedDatasetBuilder:
         return values.astype(self.dtype)
 
 
-def _sync_close(file: BinaryIO) -> None:
-    sync(file)
-    file.close()
+def publish(unfinished: str | os.PathLike[str], prefix: str | os.PathLike[str]) -> None:
+    """Give the two files that `IndexedDatasetBuilder.seal` completed their final names.
+
+    Repeating it after a crash in between ends with both files in place.
+    """
+    tokens, index = (Path(f"{os.fspath(unfinished)}.{name}") for name in ("tokens", "index"))
+    if tokens.exists():
+        # Without its index a token file is unreadable, so at no moment do an old index and new
+        # tokens (or the other way round) look like a corpus.
+        idx_path(prefix).unlink(missing_ok=True)
+        os.replace(tokens, bin_path(prefix))
+    if index.exists():
+        os.replace(index, idx_path(prefix))
+    sync_directory(idx_path(prefix).parent)
