@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.config import RunConfig
+from megatron.core.datasets.mixed import Ledger
 from megatron.core.datasets.source import Source, Sources
 from megatron.core.errors import TrainingError, complaint
 from megatron.core.fp8 import PrecisionRow
@@ -75,6 +76,7 @@ class Trainer:
         self._saved_at: int | None = None
         self._parts: Parts | None = None
         self._step: TrainStep | None = None
+        self._ledger: Ledger | None = None
         self._guards: Guards | None = None
         sinks, incidents = build_sinks(self.config, self.mesh.rank)
         self.bus = Bus(
@@ -164,6 +166,11 @@ class Trainer:
                 self.last_checkpoint = self._last_good_checkpoint = str(cfg.load)
                 if cfg.save and Path(cfg.save).resolve() in _folder_and_parent(cfg.load):
                     self._saved_at = self.progress.iteration
+        if self.progress.consumed_train_samples and not self.progress.data:
+            self._say(
+                "NOTE: the checkpoint does not say which data it was trained on; this run's are "
+                "taken for the same"
+            )
         if cfg.train_samples is not None:
             done = self.progress.trained_samples
             left = self._batches.steps(done, cfg.train_samples)
@@ -171,7 +178,8 @@ class Trainer:
         self.parts.fp8.begin(self.progress.iteration)
         self._describe()
         self._stamp("after model, optimizer, and learning rate scheduler are built")
-        sources = setup_sources(cfg, self._tokenizer, runtime)
+        sources = setup_sources(cfg, self._tokenizer, runtime, self.progress)
+        self._ledger = sources.ledger
         self._describe_data(sources)
         self._stamp("after dataloaders are built")
         self._say("done with setup ...")
@@ -274,7 +282,7 @@ class Trainer:
         while progress.iteration < self._last_iteration:
             self._switch_fp8(progress.iteration + 1)
             size = self._next_batch(self._step)
-            samples = progress.next_samples(available, size)
+            samples = progress.next_samples(available, size, sources.train.begin)
             outcome = self._step.run(progress.iteration + 1, samples)
             self._account(outcome, size)
             fp8.after_step()
@@ -434,6 +442,9 @@ class Trainer:
                 f"not finite. Last good checkpoint: {last}"
             )
             return
+        if self._ledger is not None:
+            consumed = self.progress.consumed_train_samples
+            self.progress.data = self._ledger.record(consumed).to_dict()
         with self.bus.paused():
             path: Path = save_checkpoint(
                 self.config,

@@ -61,13 +61,21 @@ class EpochPlan:
         epochs = 1
         if num_samples is not None:
             epochs = max(1, -(-(num_samples * sequence_length + 1) // tokens_per_epoch))
-        samples = (epochs * tokens_per_epoch - 1) // sequence_length
         if num_samples is None or epochs == 1:
-            return cls(epochs, samples, samples, False)
+            return cls.of_epochs(tokens_per_epoch, sequence_length, epochs, False)
         before = ((epochs - 1) * tokens_per_epoch - 1) // sequence_length
         per_epoch = (tokens_per_epoch - 1) // sequence_length
         separate = num_samples - before < int(SEPARATE_BELOW * per_epoch)
-        return cls(epochs, samples, before, separate)
+        return cls.of_epochs(tokens_per_epoch, sequence_length, epochs, separate)
+
+    @classmethod
+    def of_epochs(
+        cls, tokens_per_epoch: int, sequence_length: int, epochs: int, separate_last: bool
+    ) -> EpochPlan:
+        """Plan a number of passes over `tokens_per_epoch` tokens."""
+        samples = (epochs * tokens_per_epoch - 1) // sequence_length
+        before = ((epochs - 1) * tokens_per_epoch - 1) // sequence_length
+        return cls(epochs, samples, samples if epochs == 1 else before, separate_last)
 
 
 def document_index(documents: IntArray, plan: EpochPlan, rng: np.random.RandomState) -> IntArray:
