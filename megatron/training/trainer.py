@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.config import RunConfig
+from megatron.core.datasets.cache import decisions
 from megatron.core.datasets.mixed import Ledger
 from megatron.core.datasets.source import Source, Sources
 from megatron.core.errors import TrainingError, complaint
@@ -178,7 +179,8 @@ class Trainer:
         self.parts.fp8.begin(self.progress.iteration)
         self._describe()
         self._stamp("after model, optimizer, and learning rate scheduler are built")
-        sources = setup_sources(cfg, self._tokenizer, runtime, self.progress)
+        with decisions(self._say):
+            sources = setup_sources(cfg, self._tokenizer, runtime, self.progress)
         self._ledger = sources.ledger
         self._describe_data(sources)
         self._stamp("after dataloaders are built")

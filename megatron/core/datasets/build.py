@@ -23,6 +23,7 @@ from megatron.core.datasets.gpt import (
     Corpus,
     GPTDataset,
     MockCorpus,
+    MockGPTDataset,
     SampleConfig,
 )
 from megatron.core.datasets.history import Record, continued, differences, keys
@@ -288,7 +289,8 @@ class _Maker:
         def task(prefix: str, num_samples: int | None) -> Callable[[], GPTDataset]:
             corpus = self.corpora[prefix]
             documents = split_documents(self.split.share, len(corpus))
-            return lambda: GPTDataset(corpus, documents, num_samples, self.split.name, self.samples)
+            kind = MockGPTDataset if isinstance(corpus, MockCorpus) else GPTDataset
+            return lambda: kind(corpus, documents, num_samples, self.split.name, self.samples)
 
         return self.turn.run([task(*one) for one in wanted])
 
@@ -331,8 +333,10 @@ class _Maker:
         Raises:
             DataError: The mix is another one and `on_change` is ``refuse``.
         """
+        # Whether corpora that are read once last is judged by what is left of them.
+        split = replace(self.split, target=1) if spec.read_once else self.split
         planned = replace(self.samples, planned=True)
-        ahead = replace(self, samples=planned, turn=Turn()).dataset(spec, plain)
+        ahead = _Maker(split, self.corpora, planned, Turn()).dataset(spec, plain)
         new, target = mix_of(ahead, spec.read_once), self.split.target
         if new == record.mix:
             return None
