@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets import index
 from megatron.core.datasets.gpt import GPTDataset, SampleConfig
-from megatron.core.datasets.indexed import HEADER, MAGIC, IndexedDataset
 from megatron.core.datasets.index import EpochPlan, SampleOrder, document_index, sample_index
+from megatron.core.datasets.indexed import HEADER, MAGIC, IndexedDataset
 from tests.golden import corpora
 
 
