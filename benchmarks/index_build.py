@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import resource
 import tempfile
 import time
 from pathlib import Path
@@ -42,8 +41,18 @@ def write(prefix: Path, tokens: int, documents: int) -> None:
         file.truncate(2 * int(lengths.sum(dtype=np.int64)))
 
 
+def peak_mib() -> float:
+    """Return the largest resident set of this process so far.
+
+    `getrusage` would count what the parent had before this process began.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
 def measure(prefix: Path, length: int) -> dict[str, float]:
     """Open, build, and read a thousand samples; in this process."""
+    before = peak_mib()
     begun = time.perf_counter()
     corpus = IndexedDataset(prefix)
     corpus.fingerprint()
@@ -62,7 +71,10 @@ def measure(prefix: Path, length: int) -> dict[str, float]:
         "open_s": opened - begun,
         "index_s": built - opened,
         "samples_a_second": 1000 / (done - built),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "before_mib": before,
+        "peak_mib": peak_mib(),
+        "index_files_mib": sum(p.stat().st_size for p in prefix.parent.rglob("*.npy")) / 2**20,
+        "idx_mib": idx_path(prefix).stat().st_size / 2**20,
     }
 
 
@@ -73,7 +85,7 @@ def blend(size: int) -> dict[str, float]:
     return {
         "samples": size,
         "seconds": time.perf_counter() - begun,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mib": peak_mib(),
     }
 
 
