@@ -177,11 +177,11 @@ def build_datasets(
     Raises:
         DataError: The data are unusable, or another mix than the one the run was reading.
     """
-    splits = _splits(config, samples, targets)
     opened: dict[str, Corpus] = {}
-    built: dict[str, dict[str, Dataset]] = {name: {} for name in SPLIT_NAMES}
-    ledger = None
-    for split in splits:
+    train, test, ledger = None, None, None
+    valid: Mapping[str, Dataset] = {}
+    plain = per_split(config)
+    for split in _splits(config, samples, targets):
         spec = BlendSpec((MockCorpus.prefix,), None)
         if not config.mock_data:
             spec = parse_blend(split.words, split.flag)
@@ -189,21 +189,17 @@ def build_datasets(
             if prefix not in opened:
                 opened[prefix] = _open(config, tokenizer, prefix, split.flag)
         make = _Maker(split, opened, samples, turn)
-        if split.name == "valid" and config.multiple_validation_sets:
+        if split.name == "train":
+            record = None if position is None else position.record
+            train, ledger = make.training(spec, plain, record, config.data_mix_change)
+        elif split.name == "test":
+            test = make.dataset(spec, plain)
+        elif config.multiple_validation_sets:
             names = config.validation_set_names or set_names(spec.prefixes)
-            built["valid"] = make.sets(spec, names)
-            continue
-        plain = per_split(config)
-        record = position.record if position is not None and split.name == "train" else None
-        made, past = None, []
-        if record is not None:
-            made = make.resumed(spec, plain, record, config.data_mix_change)
-            changed = made is not None and made.begin != record.mix.begin
-            past = record.closed() if changed else record.past
-        built[split.name] = {"": made or make.dataset(spec, plain)}
-        if split.name == "train" and not samples.planned:
-            ledger = Ledger(built["train"][""], spec.read_once, past)
-    return Datasets(built["train"].get(""), built["valid"], built["test"].get(""), ledger)
+            valid = make.sets(spec, names)
+        else:
+            valid = {"": make.dataset(spec, plain)}
+    return Datasets(train, valid, test, ledger)
 
 
 def _open(config: RunConfig, tokenizer: Tokenizer, prefix: str, flag: str) -> Corpus:
@@ -322,17 +318,32 @@ class _Maker:
         weights = [float(n) for n in lengths]
         return BlendedDataset(parts, weights, split.target, split.name, cache)
 
-    def resumed(
-        self, spec: BlendSpec, plain: bool, record: Record, on_change: str
-    ) -> MixedDataset | None:
-        """Make the dataset that goes on where a checkpoint stopped.
+    def training(
+        self, spec: BlendSpec, plain: bool, record: Record | None, on_change: str
+    ) -> tuple[Dataset, Ledger | None]:
+        """Make the training data, and what keeps count of them.
 
-        Returns:
-            None if that is where `dataset` is after as many samples.
+        Args:
+            spec: The corpora and their weights.
+            plain: Whether a weight of a single corpus says nothing.
+            record: What a checkpoint says about the data it was trained on.
+            on_change: ``refuse`` or ``continue`` another mix.
 
         Raises:
-            DataError: The mix is another one and `on_change` is ``refuse``.
+            DataError: The mix is another one and is to be refused, or cannot go on.
         """
+        resumed, past = None, []
+        if record is not None:
+            resumed = self._resumed(spec, plain, record, on_change)
+            changed = resumed is not None and resumed.begin != record.mix.begin
+            past = record.closed() if changed else record.past
+        made = self.dataset(spec, plain) if resumed is None else resumed
+        return made, None if self.samples.planned else Ledger(made, spec.read_once, past)
+
+    def _resumed(
+        self, spec: BlendSpec, plain: bool, record: Record, on_change: str
+    ) -> MixedDataset | None:
+        """Return the dataset that goes on where a checkpoint stopped, None for `dataset`'s."""
         # Whether corpora that are read once last is judged by what is left of them.
         split = replace(self.split, target=1) if spec.read_once else self.split
         planned = replace(self.samples, planned=True)
@@ -341,17 +352,14 @@ class _Maker:
         if new == record.mix:
             return None
         changes = differences(record.mix, new)
-        corpora = dict(zip(keys(new.parts), (self.corpora[p] for p in spec.prefixes), strict=True))
-        if not changes:
-            mix = record.mix
-            own = [corpora[key] for key in keys(mix.parts)]
-            lengths = [corpus.sequence_lengths for corpus in own]
-            mix = mix.with_samples(target - mix.begin, lengths)
-            return MixedDataset(mix, own, target, self.split.name, self.samples)
-        if on_change == "refuse":
+        if changes and on_change == "refuse":
             raise _changed(record, changes)
-        lengths = [corpus.sequence_lengths for corpus in corpora.values()]
-        mix = continued(record, new, lengths, target)
+        corpora = dict(zip(keys(new.parts), (self.corpora[p] for p in spec.prefixes), strict=True))
+        if changes:
+            mix = continued(record, new, [c.sequence_lengths for c in corpora.values()], target)
+        else:
+            lengths = [corpora[key].sequence_lengths for key in keys(record.mix.parts)]
+            mix = record.mix.with_samples(target - record.mix.begin, lengths)
         own = [corpora[key] for key in keys(mix.parts)]
         return MixedDataset(mix, own, target, self.split.name, self.samples, changes)
 
