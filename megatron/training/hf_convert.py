@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.shard import Piece, Sharded
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import Axis
-from megatron.training import hf_files, hf_map, hf_moe
+from megatron.training import hf_files, hf_kept, hf_map, hf_moe
 from megatron.training.checkpoint_config import (
     ARCHITECTURE,
     TOKENIZER_DIRECTORY,
@@ -39,11 +39,11 @@ from megatron.training.checkpoint_config import (
 )
 from megatron.training.hf_config import fields_from_hf, hf_from_fields, read_config
 from megatron.training.hf_rows import OUTSIDE, Place, Row, every_tensor
+from megatron.training.safetensors_file import Planned
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-PREDICTING = ("glm4_moe",)  # families whose files may have layers behind the last one
 _IGNORED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 Say = Callable[[str], None]
 Check = Callable[[Path], None]
@@ -55,6 +55,7 @@ class Source(Protocol):
     fields: dict[str, Any]
     tokenizer: dict[str, Path]
     special_tokens: dict[str, Any]
+    kept: dict[str, Any]
     dtype: torch.dtype
 
     def rows(self) -> list[Row]:
@@ -80,6 +81,7 @@ class HfSource:
         self.directory = directory
         config = read_config(directory)
         self.fields = fields_from_hf(config, directory)
+        self.kept = config
         self.model_type: str = config["model_type"]
         self.weights = hf_files.HfWeights(directory)
         self.tokenizer = hf_files.tokenizer_files(directory)
@@ -107,7 +109,7 @@ class HfSource:
             for template, shape in zip(row.names, row.shapes, strict=True):
                 expected[self._name(template, at)] = shape
         stored = {n for n in self.weights if not n.endswith(_IGNORED)}
-        if self.model_type in PREDICTING:
+        if self.model_type in hf_moe.PREDICTING:
             stored -= {n for n in stored if n.startswith(self._beyond())}
         problems = [f"missing tensors: {_some(sorted(set(expected) - stored))}"]
         if not set(expected) - stored:
@@ -138,7 +140,7 @@ class HfSource:
 
     def notes(self) -> list[str]:
         """Say what of the source is left out."""
-        if self.model_type in PREDICTING and any(
+        if self.model_type in hf_moe.PREDICTING and any(
             n.startswith(self._beyond()) for n in self.weights
         ):
             return ["NOTE: layers that predict further tokens (MTP) are left out"]
@@ -191,6 +193,8 @@ class MegatronSource:
         # Settings that no such architecture has are refused before anything is written.
         self.model_type: str = hf_from_fields(self.fields, "float32", self.directory)["model_type"]
         self.tokenizer = _tokenizer_of(self.directory, settings)
+        kept = self.tokenizer.pop(hf_files.KEPT_CONFIG, None)
+        self.kept = {} if kept is None else hf_kept.read(kept)
         self.special_tokens = dict(common.get("special_tokens") or _generation(self.tokenizer))
         count = (self.fields["num_layers"], self.fields.get("num_experts") or 0)
         self._stacking = schema.Stacking(*count).as_in(reader.tensors)
@@ -313,6 +317,7 @@ def write_huggingface(
     """
     config = hf_from_fields(source.fields, _DTYPE_NAMES[dtype])
     config.update({n: source.special_tokens.get(n) for n in _SPECIAL_TOKENS})
+    config = hf_kept.restore(config, source.kept)
     tmp = save.with_name(save.name + ".tmp")
     try:
         if save.exists() and any(save.iterdir()):
@@ -329,7 +334,7 @@ def write_huggingface(
             shutil.copyfile(path, tmp / name)
         _write_json(tmp / "config.json", config)
         if not (tmp / "generation_config.json").exists():
-            special = {n: config[n] for n in _SPECIAL_TOKENS if config[n] is not None}
+            special = {n: config[n] for n in _SPECIAL_TOKENS if config.get(n) is not None}
             _write_json(tmp / "generation_config.json", {"_from_model_config": True, **special})
         if check is not None:
             check(tmp)
@@ -350,7 +355,7 @@ def write_huggingface(
     return save
 
 
-def planned_tensors(source: Source, model_type: str) -> Iterator[hf_files.Planned]:
+def planned_tensors(source: Source, model_type: str) -> Iterator[Planned]:
     """List the HuggingFace tensors of a model; each is made when it is asked for."""
     last: dict[tuple[str, Place], Any] = {}
 
@@ -365,7 +370,7 @@ def planned_tensors(source: Source, model_type: str) -> Iterator[hf_files.Planne
     for row, at in every_tensor(rows, source.fields["num_layers"]):
         for number, (name, shape) in enumerate(zip(row.names, row.shapes, strict=True)):
             make = partial(part, row, at, number)
-            yield hf_files.Planned(at.of(name), shape, make, row.dtype)
+            yield Planned(at.of(name), shape, make, row.dtype)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -406,12 +411,13 @@ def write_megatron(source: Source, save: Path, dtype: str, check: Check | None =
             tokenizer_type="HuggingFaceTokenizer", tokenizer_model=TOKENIZER_DIRECTORY
         )
     stacking = stacking_of(cfg)
+    made = _Made()
     pieces: dict[str, list[Piece]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for row, at in every_tensor(source.rows(), source.fields["num_layers"]):
         key, index, extents = row.stored(at, stacking)
         shapes[key] = (*extents, *row.shape)
-        pieces.setdefault(key, []).append(_lazy(source, row, at, index, DTYPES[dtype]))
+        pieces.setdefault(key, []).append(_lazy(source, row, at, index, DTYPES[dtype], made))
     tensors = {key: Sharded(shapes[key], blocks) for key, blocks in pieces.items()}
     common = {
         "checkpoint_version": 3.0,
@@ -423,6 +429,9 @@ def write_megatron(source: Source, save: Path, dtype: str, check: Check | None =
     assets: dict[str, Path | bytes] = {
         f"{TOKENIZER_DIRECTORY}/{n}": p for n, p in source.tokenizer.items()
     }
+    if source.kept:
+        text = json.dumps(hf_kept.without_quantization(source.kept), indent=2)
+        assets[f"{TOKENIZER_DIRECTORY}/{hf_files.KEPT_CONFIG}"] = text.encode()
     assets[schema.COMMON_FILE] = plain.dump(common)
     blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
     saved = io.save(
@@ -437,13 +446,37 @@ def write_megatron(source: Source, save: Path, dtype: str, check: Check | None =
     return saved.directory
 
 
-def _lazy(source: Source, row: Row, at: Place, index: tuple[int, ...], dtype: torch.dtype) -> Piece:
+class _Made:
+    """Frees a tensor when the next one is made.
+
+    The checkpoint library keeps every tensor that it has written until the file is complete: the
+    whole model, where layers are not stacked.
+    """
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        if self._last is not None and self._last.untyped_storage().resizable():
+            self._last.untyped_storage().resize_(0)
+        self._last = tensor
+        return tensor
+
+
+def _lazy(
+    source: Source,
+    row: Row,
+    at: Place,
+    index: tuple[int, ...],
+    dtype: torch.dtype,
+    made: _Made,
+) -> Piece:
     shape = (*(1,) * len(index), *row.shape)
     offset = (*index, *(0,) * len(row.shape))
     own = row.dtype or dtype
 
     def make() -> Tensor:
-        return source.read(row, at).to(own).reshape(shape).contiguous()
+        return made.keep(source.read(row, at).to(own).reshape(shape).contiguous())
 
     return Piece(torch.empty(shape, dtype=own, device="meta"), offset, make)
 
