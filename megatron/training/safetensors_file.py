@@ -11,6 +11,7 @@ Source: https://huggingface.co/docs/safetensors/index#format
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
@@ -176,11 +177,22 @@ def write_file(path: Path, tensors: Sequence[Planned], dtype: torch.dtype) -> No
         OSError: The file cannot be written.
         ValueError: A tensor has another shape than announced.
     """
+    with path.open("wb") as file:
+        write_stream(file, tensors, dtype)
+
+
+def write_stream(file: IO[bytes], tensors: Sequence[Planned], dtype: torch.dtype) -> None:
+    """Write what ``write_file`` writes into something that is open already."""
+    sizes = [(p.dtype or dtype).itemsize for p in tensors]
+    starts = itertools.accumulate(
+        (math.prod(p.shape) * n for p, n in zip(tensors, sizes, strict=True)), initial=0
+    )
+    if any(start % size for start, size in zip(starts, sizes, strict=False)):
+        # The format wants every tensor aligned to its type: the widest come first.
+        tensors = sorted(tensors, key=lambda p: -(p.dtype or dtype).itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    # The format wants every tensor aligned to its type: the widest come first.
-    ordered = sorted(tensors, key=lambda p: -(p.dtype or dtype).itemsize)
-    for planned in ordered:
+    for planned in tensors:
         own = planned.dtype or dtype
         start, end = end, end + math.prod(planned.shape) * own.itemsize
         header[planned.name] = {
@@ -190,13 +202,12 @@ def write_file(path: Path, tensors: Sequence[Planned], dtype: torch.dtype) -> No
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(_LENGTH.pack(len(text)) + text)
-        for planned in ordered:
-            tensor = planned.make()
-            if tuple(tensor.shape) != planned.shape:
-                raise ValueError(f"{planned.name}: {tuple(tensor.shape)} is not {planned.shape}")
-            _write(file, tensor, planned.dtype or dtype)
+    file.write(_LENGTH.pack(len(text)) + text)
+    for planned in tensors:
+        tensor = planned.make()
+        if tuple(tensor.shape) != planned.shape:
+            raise ValueError(f"{planned.name}: {tuple(tensor.shape)} is not {planned.shape}")
+        _write(file, tensor, planned.dtype or dtype)
 
 
 def _write(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
