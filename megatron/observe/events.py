@@ -264,10 +264,12 @@ class Incident:
     Attributes:
         what: One sentence.
         where: Which part says so, e.g. ``sink tensorboard``.
+        shared: Whether every rank says the same, so that the console shows it once.
     """
 
     what: str
     where: str = ""
+    shared: bool = False
 
 
 @dataclass(frozen=True)

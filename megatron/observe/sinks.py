@@ -63,6 +63,8 @@ class ConsoleSink:
     def handle(self, event: Event) -> None:
         """Print what this rank prints of `event`."""
         if isinstance(event, Incident):
+            if event.shared and not self._first:
+                return
             where = f"{event.where}: " if event.where else ""
             print(f"WARNING: {where}{event.what}", file=sys.stderr, flush=True)
         elif isinstance(event, MemoryUse):

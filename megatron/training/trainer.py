@@ -225,8 +225,8 @@ class Trainer:
         """Say once what does not run as asked."""
         fallback = self._runtime.fallback
         warning = fallback.warning if fallback is not None else precision.fallback_warning(rows)
-        if warning and self._runtime.launch.rank == 0:
-            self.bus.emit(Incident(warning))
+        if warning:
+            self.bus.emit(Incident(warning, shared=True))
 
     def _show_precision(self) -> list[PrecisionRow]:
         """Show and return the precision of every layer of the model."""
@@ -366,9 +366,8 @@ class Trainer:
         with self.bus.paused():
             stage = self.config.with_batch(size)
             where = trace(stage, self._runtime, self.parts, source, consumed)
-        if self.mesh.rank == 0:
-            what = f"iteration {self.progress.iteration} is not finite: {where}."
-            self.bus.emit(Incident(what))
+        what = f"iteration {self.progress.iteration} is not finite: {where}."
+        self.bus.emit(Incident(what, shared=True))
 
     def _stop_when_hopeless(self, outcome: StepOutcome) -> None:
         """Count steps in a row that could not be taken and stop after a few.
