@@ -133,7 +133,7 @@ def test_cache_files_and_their_reuse(toy, tmp_path, caplog):
         for rest in ("description.txt", "document_index.npy", "sample_index.npy")
     ] + [f"{stem}-GPTDataset-train-shuffle_index.npy", f"{stem}-GPTDataset-train.lock"]
     described = json.loads((tmp_path / "cache" / names[0]).read_text())
-    assert described["num_samples"] == 8
+    assert (described["epochs"], described["separate_last"]) == (1, False)
     base = tmp_path / "cache" / f"{stem}-GPTDataset-train"
     assert [r.getMessage()[:-6] for r in caplog.records] == [
         f"index {base}: not in the cache; built in"

@@ -197,9 +197,10 @@ def test_more_steps_need_no_flag_and_no_new_order(corpora):
 
 def test_listed_corpora_are_read_once_whatever_happens(corpora):
     run = Run(corpora)
-    run.go(["b", "c"], 20, stop=12)
+    run.go(["b", "c"], 48, stop=1, global_batch_size=1)  # nothing of c yet
+    run.go(["b", "c", "a"], 47, stop=47, global_batch_size=1, **MORE)
     run.go(["b", "c", "a"], 30, **MORE)
-    with pytest.raises(DataError, match="which leaves 295 samples, but the run reads 320"):
+    with pytest.raises(DataError, match="which leaves 342 samples, but the run reads 367"):
         run.open(["b", "c", "a"], 50)
     left = (172 + 114 + 57 - run.consumed) // 4
     run.go(["b", "c", "a"], left)

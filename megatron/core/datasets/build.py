@@ -26,9 +26,9 @@ from megatron.core.datasets.gpt import (
     MockGPTDataset,
     SampleConfig,
 )
-from megatron.core.datasets.history import Record, continued, differences, keys
+from megatron.core.datasets.history import Part, Record, continued, differences, keys
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.mixed import Ledger, MixedDataset, mix_of
+from megatron.core.datasets.mixed import CorpusStream, Ledger, MixedDataset, mix_of
 from megatron.core.datasets.split import SPLIT_NAMES, Range, parse_split, split_documents
 from megatron.core.datasets.tokenizers import Tokenizer
 from megatron.core.errors import DataError, complaint
@@ -360,8 +360,14 @@ class _Maker:
         else:
             lengths = [corpora[key].sequence_lengths for key in keys(record.mix.parts)]
             mix = record.mix.with_samples(target - record.mix.begin, lengths)
-        own = [corpora[key] for key in keys(mix.parts)]
-        return MixedDataset(mix, own, target, self.split.name, self.samples, changes)
+        name, samples = self.split.name, self.samples
+
+        def task(corpus: Corpus, part: Part) -> Callable[[], CorpusStream]:
+            return lambda: CorpusStream(corpus, part, name, samples)
+
+        keyed = zip(keys(mix.parts), mix.parts, strict=True)
+        streams = self.turn.run([task(corpora[key], part) for key, part in keyed])
+        return MixedDataset(mix, streams, target, name, samples, changes)
 
 
 def _changed(record: Record, changes: Sequence[str]) -> DataError:

@@ -150,7 +150,7 @@ class GPTDataset(Windows):
         plan: EpochPlan | None = None,
     ) -> None:
         self.corpus, self.documents, self.name, self.config = corpus, documents, name, config
-        self.num_samples, self._given_plan = num_samples, plan
+        self.num_samples = num_samples
         lengths = corpus.sequence_lengths[documents]
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         self._check_size()
@@ -216,19 +216,17 @@ class GPTDataset(Windows):
     def description(self) -> dict[str, object]:
         """Return everything that determines the order, for the cache key."""
         first, last = (int(self.documents[i]) for i in (0, -1))
-        plan = self._given_plan
-        repeated = {} if plan is None else {"plan": [plan.epochs, plan.separate_last]}
         return {
             "class": type(self).__name__,
             "dataset_path": self.corpus.prefix,
             "dataset_fingerprint": self.corpus.fingerprint(),
-            "num_samples": self.num_samples,
+            "epochs": self.plan.epochs,
+            "separate_last": self.plan.separate_last,
             "index_split": self.name,
             "random_seed": self.config.seed,
             "sequence_length": self.config.sequence_length,
             "split": self.config.split,
             "documents": [first, last, int(self.documents.size)],
-            **repeated,
         }
 
     def fingerprint(self) -> str:

@@ -55,8 +55,7 @@ class Order:
         count: Number of documents.
         epochs: Passes over them.
         separate_last: Whether the last pass is shuffled by itself.
-        rest_of: The order whose unvisited windows are cut anew here; the fields about documents
-            and passes are then those of nothing.
+        rest_of: The order whose unvisited windows are cut anew here, instead of documents.
         read: Windows of it that were visited.
     """
 
@@ -359,7 +358,7 @@ def _renewed(before: Part, part: Part, mix: Mix, lengths: Lengths) -> Part:
             live = order
             break
         taken -= size
-    if live is not None and live.rest_of is None and not taken:
+    if live is not None and live.rest_of is None and not taken and not mix.once:
         live = None  # nothing was read of it: a new pass does as well
     if live is not None:
         first, end = live.documents()

@@ -135,7 +135,7 @@ class MixedDataset:
 
     Args:
         mix: The mix.
-        corpora: Its corpora.
+        streams: The samples of its corpora.
         end: Samples of the whole run.
         name: ``train``, ``valid`` or ``test``.
         config: What shapes samples.
@@ -148,7 +148,7 @@ class MixedDataset:
     def __init__(
         self,
         mix: Mix,
-        corpora: Sequence[Corpus],
+        streams: Sequence[CorpusStream],
         end: int,
         name: str,
         config: SampleConfig,
@@ -156,10 +156,7 @@ class MixedDataset:
     ) -> None:
         self.mix, self.name, self.end, self.begin = mix, name, max(end, mix.begin), mix.begin
         self.changes, self.config = tuple(changes), config
-        self.streams = [
-            CorpusStream(corpus, part, name, config)
-            for corpus, part in zip(corpora, mix.parts, strict=True)
-        ]
+        self.streams = tuple(streams)
         self.turns: Arrays | None = None
         if len(self.streams) > 1:
             cached = config.cache_path is not None
