@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.datasets.batch import cut_window
 from megatron.core.datasets.cache import Arrays, cached_arrays
-from megatron.core.datasets.index import EpochPlan, IntArray, SampleOrder
+from megatron.core.datasets.index import EpochPlan, IntArray, SampleOrder, count_tokens
 from megatron.core.errors import DataError, complaint
 
 # Shape legend: s sequence.
@@ -151,8 +151,7 @@ class GPTDataset(Windows):
     ) -> None:
         self.corpus, self.documents, self.name, self.config = corpus, documents, name, config
         self.num_samples = num_samples
-        lengths = corpus.sequence_lengths[documents]
-        self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
+        self.tokens_per_epoch = count_tokens(corpus.sequence_lengths, documents)
         self._check_size()
         self.plan = plan or EpochPlan.of(self.tokens_per_epoch, config.sequence_length, num_samples)
         self.directory = self._cache_directory()

@@ -80,6 +80,17 @@ class EpochPlan:
         return cls(epochs, samples, samples if epochs == 1 else before, separate_last)
 
 
+def _blocks(count: int) -> list[slice]:
+    """Cut a long array up, so that what is held beside it does not grow with it."""
+    return [slice(i, i + _BLOCK) for i in range(0, count, _BLOCK)]
+
+
+def count_tokens(lengths: npt.NDArray[np.int32], documents: IntArray) -> int:
+    """Return the tokens of some documents, of which any may occur several times."""
+    blocks = _blocks(documents.size)
+    return sum(int(lengths[documents[block]].sum(dtype=np.int64)) for block in blocks)
+
+
 def document_index(documents: IntArray, plan: EpochPlan, rng: np.random.RandomState) -> IntArray:
     """Return the documents of all epochs in shuffled order.
 
@@ -113,9 +124,7 @@ def sample_index(
     Returns:
         [samples + 1, 2]; the last row is where the window after the last one would start.
     """
-    # In blocks, so that what is held besides the result does not grow with the corpus.
-    blocks = [slice(i, i + _BLOCK) for i in range(0, order.size, _BLOCK)]
-    total = sum(int(lengths[order[block]].sum(dtype=np.int64)) for block in blocks)
+    total = count_tokens(lengths, order)
     if not total:
         return np.zeros((1, 2), dtype=np.int32)
     # Window i starts at token i * sequence_length of the stream, so document d holds the starts of
@@ -123,7 +132,7 @@ def sample_index(
     rows = -(-total // sequence_length)
     out = np.empty((rows, 2), dtype=np.int64 if order.size > _INT32 else np.int32)
     before, row = 0, 0
-    for block in blocks:
+    for block in _blocks(order.size):
         ordered = lengths[order[block]]
         starts = np.empty(ordered.size + 1, dtype=np.int64)
         starts[0] = before
