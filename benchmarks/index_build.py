@@ -60,7 +60,7 @@ def measure(prefix: Path, length: int) -> dict[str, float]:
     config = SampleConfig(sequence_length=length, cache_path=str(prefix.parent / "cache"))
     documents = np.arange(len(corpus), dtype=np.int32)
     data = GPTDataset(corpus, documents, None, "train", config)
-    built = time.perf_counter()
+    built, peak = time.perf_counter(), peak_mib()
     for index in range(1000):
         data.window(index)
     done = time.perf_counter()
@@ -72,7 +72,7 @@ def measure(prefix: Path, length: int) -> dict[str, float]:
         "index_s": built - opened,
         "samples_a_second": 1000 / (done - built),
         "before_mib": before,
-        "peak_mib": peak_mib(),
+        "peak_mib": peak,
         "index_files_mib": sum(p.stat().st_size for p in prefix.parent.rglob("*.npy")) / 2**20,
         "idx_mib": idx_path(prefix).stat().st_size / 2**20,
     }

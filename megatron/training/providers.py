@@ -221,7 +221,6 @@ def setup_sources(
         position = Position(
             iteration=progress.iteration,
             trained=progress.trained_samples,
-            consumed=progress.consumed_train_samples,
             valid=progress.consumed_valid_samples,
             record=Record.of(progress.data) if progress.data else None,
         )

@@ -49,7 +49,7 @@ class Run:
             data_cache_path=str(self.folder / "cache"), load="x", lr=1.0,
             max_position_embeddings=64, **mine,
         )  # fmt: skip
-        at = Position(self.steps, self.consumed, self.consumed, 0, self.record)
+        at = Position(self.steps, self.consumed, 0, self.record)
         made = build_sources(cfg, build_tokenizer(cfg.data), ParallelState.single(), at)
         return made, cfg.global_batch_size
 

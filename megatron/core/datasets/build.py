@@ -52,14 +52,12 @@ class Position:
     Attributes:
         iteration: Steps that were taken.
         trained: Training samples of these steps.
-        consumed: Training samples that were read, those left out included.
         valid: Validation samples that were read of each set.
         record: What the checkpoint says about the data, None if nothing.
     """
 
     iteration: int = 0
     trained: int = 0
-    consumed: int = 0
     valid: int = 0
     record: Record | None = None
 

@@ -241,8 +241,9 @@ def differences(old: Mix, new: Mix) -> list[str]:
         same = next((one for one in left if one[0] == key[0]), None)
         if same is not None:
             left.remove(same)
-            was = before[same][0]
-            found.append(f"{part.name} went from {was.sequences} to {part.sequences} documents")
+            counts = (before[same][0].sequences, part.sequences)
+            grown = "{} went from {} to {} documents".format(part.name, *counts)
+            found.append(grown if len(set(counts)) > 1 else f"{part.name} has other documents")
         else:
             found.append(f"{part.name} is new")
     found += [f"{name} is gone" for name, _, _ in left]
