@@ -14,6 +14,7 @@ from megatron.config import (
     rules_parallel,
     rules_pipeline,
     rules_replicas,
+    rules_saving,
     rules_training,
 )
 from megatron.config.draft import Draft
