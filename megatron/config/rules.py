@@ -37,6 +37,7 @@ _LISTED = (
     rules_training,
     rules_fp8_stats,
     rules_data,
+    rules_saving,
 )
 _MODULES = [m.__name__ for m in _LISTED]
 RULES.sort(key=lambda one: _MODULES.index(one.__module__))

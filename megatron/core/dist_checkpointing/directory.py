@@ -75,11 +75,13 @@ class Found:
         directory: Where it lies.
         iteration: Its iteration, or ``"release"`` for converted weights.
         notes: What the user has to know about how it was chosen.
+        named: Whether the user asked for this very one.
     """
 
     directory: Path
     iteration: int | str
     notes: tuple[str, ...] = ()
+    named: bool = False
 
 
 def find(load: Path, step: int | None = None) -> Found | None:
@@ -117,7 +119,7 @@ def _choose(load: Path, step: int | None) -> Found | None:
     if own is not None or is_committed(load):
         if not is_committed(load):
             raise CheckpointError(_not_committed("--load", load, _previous(load.parent, own)))
-        return Found(load, RELEASE if own is None else own)
+        return Found(load, RELEASE if own is None else own, named=True)
     if step is not None:
         directory = _restored(load, step)
         if not is_committed(directory):
@@ -130,7 +132,7 @@ def _choose(load: Path, step: int | None) -> Found | None:
                     f"Choose one of the iterations that are there ({have})",
                 )
             )
-        return Found(directory, step)
+        return Found(directory, step, named=True)
     return _latest(load)
 
 
@@ -173,6 +175,17 @@ def _latest(root: Path) -> Found | None:
         f"{before[0]} in {before[1]}."
     )
     return Found(before[1], before[0], (note,))
+
+
+def older(found: Found) -> list[Found]:
+    """Return what may take the place of a damaged checkpoint, newest first.
+
+    Only earlier ones: a later one may be of a run that was given up.
+    """
+    if found.named or not isinstance(found.iteration, int):
+        return []
+    before = committed(found.directory.parent)
+    return [Found(d, i) for i, d in reversed(before) if i < found.iteration]
 
 
 def _restored(root: Path, iteration: int | str) -> Path:

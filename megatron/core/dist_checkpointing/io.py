@@ -166,17 +166,22 @@ class Saving:
         """Write this rank's files; what goes wrong is told by `finish`."""
         self._writer.run()
 
-    def write_behind(self, buffers: HostBuffers) -> None:
+    def write_behind(self, buffers: HostBuffers | None) -> None:
         """Copy what is to be written to host memory, and write it in the background.
+
+        Args:
+            buffers: Room for the copy; None where the tensors change no more.
 
         Raises:
             CheckpointError: On every rank, when the memory does not suffice on one.
         """
-        try:
-            self._peers.attempt(lambda: self._writer.hold(buffers))
-        except CheckpointError:
-            _discard(self._tmp, self._peers)
-            raise
+        if buffers is not None:
+            try:
+                self._peers.attempt(lambda: self._writer.hold(buffers))
+            except CheckpointError:
+                if self._peers.leads:
+                    place.discard(self._tmp)
+                raise
         self._writer.start()
 
     @property
@@ -201,9 +206,7 @@ class Saving:
         share = _Share(self._writer.problem, self._writer.results, self._writer.records)
         return self._peers.share_out(share, lambda shares: self._commit(shares, check))
 
-    def _commit(
-        self, shares: list[_Share], check: Callable[[Path], None] | None
-    ) -> list[Saved]:
+    def _commit(self, shares: list[_Share], check: Callable[[Path], None] | None) -> list[Saved]:
         """On the first rank: put the shares together and commit them."""
         if self._care.lock is not None:
             self._care.lock.confirm()  # first: the files of another job are none to discard
@@ -256,11 +259,6 @@ class _Share:
     problem: str
     results: list[WriteResult]
     records: dict[str, FileRecord]
-
-
-def _discard(tmp: Path, peers: Peers) -> None:
-    if peers.leads:
-        place.discard(tmp)
 
 
 def open_checkpoint(directory: Path, peers: Peers, contents: bool = True) -> Reader:

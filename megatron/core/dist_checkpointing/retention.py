@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import directory as place
+from megatron.core.errors import CheckpointError
 from megatron.core.files import sync_directory
 
 
@@ -54,8 +55,8 @@ class Retention:
             return []
         older = [(i, d) for i, d in place.committed(self._root) if i <= latest]
         kept = {d for _, d in older[-keep_last:]} | {d for i, d in older if i == latest}
-        if not any(_is_sound(directory) for directory in kept):
-            sound = (d for _, d in reversed(older) if _is_sound(d))
+        if not any(is_sound(directory) for directory in kept):
+            sound = (d for _, d in reversed(older) if is_sound(d))
             kept.update(d for d in (next(sound, None),) if d is not None)
         kept |= {d for i, d in older if self._keep_every and i % self._keep_every == 0}
         protected = {path.resolve() for path in self.protected}
@@ -76,13 +77,31 @@ def remove(directory: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _is_sound(directory: Path) -> bool:
-    return not place.verify(directory, contents=False)
+def drop_newer(root: Path, iteration: int) -> None:
+    """Remove later checkpoints: of a run that was given up for one that starts earlier.
+
+    Raises:
+        OSError: Something could not be removed.
+    """
+    for number, directory in place.committed(root):
+        if number > iteration and _is_ours(directory):
+            remove(directory)
+
+
+def is_sound(directory: Path) -> bool:
+    """Whether a checkpoint has all its files, by their names and sizes."""
+    try:
+        return not place.verify(directory, contents=False)
+    except CheckpointError:
+        return False
 
 
 def _is_ours(directory: Path) -> bool:
     """Whether a directory holds what a save has written and nothing else."""
-    records = place.read_manifest(directory)
+    try:
+        records = place.read_manifest(directory)
+    except CheckpointError:
+        return False
     if records is None or directory.is_symlink():
         return False
     own = {*records, place.MANIFEST_FILE, place.MARKER_FILE}
