@@ -107,12 +107,12 @@ def open_newest(
     if not candidates:
         _say_nothing_there(cfg, peers, say)
         return None
-    first: CheckpointError | None = None
+    problems: list[CheckpointError] = []
     for candidate in candidates:
         try:
             opened = _open(candidate, peers, contents)
         except CheckpointError as error:
-            first = first or error
+            problems.append(error)
             if cfg.no_ckpt_fallback or candidate.found.named:
                 break
             if peers.leads:
@@ -126,7 +126,7 @@ def open_newest(
                 f"at iteration {opened.iteration}"
             )
         return opened
-    raise first or CheckpointError("no checkpoint")
+    raise problems[0]
 
 
 def _open(candidate: _Candidate, peers: Peers, contents: bool) -> Opened:
@@ -227,10 +227,10 @@ def read_newest_common(
     found = place.find(Path(load), step)
     if found is None:
         return None
-    first: CheckpointError | None = None
+    problems: list[CheckpointError] = []
     for one in (found, *([] if only_newest else place.older(found))):
         try:
             return checkpoint_config.read_common(Reader(one.directory))
         except CheckpointError as error:
-            first = first or error
-    raise first or CheckpointError("no checkpoint")
+            problems.append(error)
+    raise problems[0]
