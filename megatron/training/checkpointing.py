@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron.config import RunConfig
 from megatron.core.dist_checkpointing import directory as place
 from megatron.core.dist_checkpointing import io, plain, schema
+from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import Sharded
 from megatron.core.dist_checkpointing.storage import Reader
@@ -391,7 +392,7 @@ def with_checkpoint_args(cfg: RunConfig) -> RunConfig:
         return cfg
     found = place.find(Path(cfg.load), cfg.ckpt_step)
     if found is not None:
-        common = checkpoint_config.read_common(Reader(found.directory))
+        common = checkpoint_config.read_common(open_reader(found.directory))
         cfg = checkpoint_config.adopt(cfg, checkpoint_config.saved_settings(common))
     cfg.replace(use_checkpoint_args=False)  # the rules that waited for the checkpoint's settings
     return cfg

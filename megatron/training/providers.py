@@ -15,7 +15,7 @@ from megatron.core.build import Build
 from megatron.core.datasets.source import Source, build_sources
 from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.dist_checkpointing import directory
-from megatron.core.dist_checkpointing.storage import Reader
+from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.errors import BackendUnavailable, complaint
 from megatron.core.fp8 import Fp8State
@@ -102,7 +102,7 @@ def saved_config(load: str, step: int | None = None) -> dict[str, Any] | None:
     found = directory.find(Path(load), step)
     if found is None:
         return None
-    return saved_settings(read_common(Reader(found.directory)))
+    return saved_settings(read_common(open_reader(found.directory)))
 
 
 def with_tokenizer(runtime: Runtime) -> tuple[Runtime, Tokenizer]:

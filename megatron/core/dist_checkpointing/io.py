@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megatron.core.dist_checkpointing import directory as place
+from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import Sharded, volume
 from megatron.core.dist_checkpointing.storage import (
@@ -116,7 +117,7 @@ def open_checkpoint(directory: Path, peers: Peers, contents: bool = True) -> Rea
 
 def _open(directory: Path) -> Reader:
     try:
-        reader = Reader(directory)
+        reader = open_reader(directory)
     except UnusableCheckpointError as error:
         raise CheckpointError(place.damage(directory, [error.problem])) from error
     missing = sorted(n for n in reader.files() if not (directory / n).is_file())

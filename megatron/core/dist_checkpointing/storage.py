@@ -228,14 +228,17 @@ class Reader:
         Raises:
             CheckpointError: The index is missing or is not one.
         """
-        self.directory = directory
-        self._metadata = _read_index(directory / INDEX_FILE)
+        self._take(directory, _read_index(directory / INDEX_FILE))
+
+    def _take(self, directory: Path, metadata: Metadata) -> None:
+        self.directory, self._metadata = directory, metadata
+        self.common: dict[str, Any] | None = None  # settings that lie in no entry and no file
         self.tensors: dict[str, TensorEntry] = {}
         self.blobs: list[str] = []
         self._chunks: dict[str, ChunkIndex] = {}
-        self._stored = own_names(self._metadata.state_dict_metadata)
+        self._stored = own_names(metadata.state_dict_metadata)
         for key, stored in self._stored.items():
-            entry = self._metadata.state_dict_metadata[stored]
+            entry = metadata.state_dict_metadata[stored]
             if isinstance(entry, TensorStorageMetadata):
                 self.tensors[key] = TensorEntry(tuple(entry.size), entry.properties.dtype)
             else:
