@@ -84,7 +84,9 @@ def read_common(reader: Reader) -> dict[str, Any]:
     """
     name = f"{reader.directory}: {schema.COMMON_KEY}"
     older = reader.directory / schema.COMMON_FILE  # Megatron-Core up to 0.18 has only this
-    if schema.COMMON_KEY in reader.blobs:
+    if reader.common is not None:
+        common = reader.common
+    elif schema.COMMON_KEY in reader.blobs:
         common = plain.load(reader.read_blob(schema.COMMON_KEY), name)
     elif older.is_file():
         common = plain.load(older.read_bytes(), str(older))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron.core.backends.native import NativeBackend
 from megatron.core.build import Build
 from megatron.core.dist_checkpointing import schema
+from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import ParallelState
@@ -161,7 +162,7 @@ def load_ours(directory: Path, dtype: str = "fp32", vocab_size: int | None = Non
         dtype: Round the weights to this type first.
         vocab_size: Vocabulary without padding; default from the checkpoint.
     """
-    reader = Reader(directory)
+    reader = open_reader(directory)
     fields = saved_settings(read_common(reader))
     if vocab_size is not None:
         fields["vocab_size"] = vocab_size

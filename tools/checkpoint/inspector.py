@@ -22,7 +22,7 @@ import yaml  # noqa: E402
 
 from megatron.config.tool_flags import ToolParser  # noqa: E402
 from megatron.core.dist_checkpointing import directory as place  # noqa: E402
-from megatron.core.dist_checkpointing.storage import Reader  # noqa: E402
+from megatron.core.dist_checkpointing.mp_reader import open_reader  # noqa: E402
 from megatron.core.errors import CheckpointError, MegatronError, complaint  # noqa: E402
 from megatron.training.checkpoint_config import read_common, saved_settings  # noqa: E402
 
@@ -69,7 +69,7 @@ def list_checkpoints(directory: Path, step: int | None) -> int:
 
 def print_tensors(directory: Path, step: int | None) -> int:
     """Print key, shape and type of every tensor."""
-    reader = Reader(_find(directory, step).directory)
+    reader = open_reader(_find(directory, step).directory)
     for key, entry in sorted(reader.tensors.items()):
         print(f"{key}  {list(entry.shape)}  {str(entry.dtype).removeprefix('torch.')}")
     for key in sorted(reader.blobs):
@@ -79,7 +79,7 @@ def print_tensors(directory: Path, step: int | None) -> int:
 
 def print_config(directory: Path, step: int | None) -> int:
     """Print the settings of the run that saved it, as YAML for --config."""
-    common = read_common(Reader(_find(directory, step).directory))
+    common = read_common(open_reader(_find(directory, step).directory))
     given = common.get("given")
     settings = dict(given) if given else saved_settings(common)
     print(yaml.safe_dump(settings, sort_keys=True), end="")
@@ -91,7 +91,7 @@ def verify(directory: Path, step: int | None) -> int:
     found = _find(directory, step)
     records = place.read_manifest(found.directory)
     problems = place.verify(found.directory)
-    reader = Reader(found.directory)
+    reader = open_reader(found.directory)
     missing = [n for n in sorted(reader.files()) if not (found.directory / n).is_file()]
     problems += [f"{found.directory / n} is missing" for n in missing if records is None]
     for problem in problems:
