@@ -47,21 +47,24 @@ class Report:
         max_logit: Largest absolute logit.
         same_greedy: Share of positions whose most likely token agrees.
         tokens: Number of positions compared.
+        streamed: Whether every layer was compared by itself, both sides with the same inputs.
     """
 
     max_difference: float
     max_logit: float
     same_greedy: float
     tokens: int
+    streamed: bool = False
 
     @classmethod
-    def of(cls, own: Tensor, other: Tensor) -> Report:
+    def of(cls, own: Tensor, other: Tensor, streamed: bool = False) -> Report:
         """Compare logits ``[b, s, v]``."""
         return cls(
             float((own - other).abs().max()),
             float(other.abs().max()),
             float((own.argmax(-1) == other.argmax(-1)).float().mean()),
             own.shape[0] * own.shape[1],
+            streamed,
         )
 
     @property
@@ -71,8 +74,9 @@ class Report:
 
     def line(self) -> str:
         """Say it in one line."""
+        how = ", layer by layer from the same inputs" if self.streamed else ""
         return (
-            f"logits of {self.tokens} positions in fp32: max |difference| {self.max_difference:.2e}"
+            f"logits of {self.tokens} positions in fp32{how}: max |difference| {self.max_difference:.2e}"
             f" (max |logit| {self.max_logit:.1f}), same most likely token at "
             f"{100 * self.same_greedy:.1f} %"
         )
@@ -124,7 +128,7 @@ def verify(
     models = Streamed(source, other, exact, import_transformers())
     limit = other.fields["max_position_embeddings"]
     own, theirs, where = models.logits(prompts(other.fields["vocab_size"], limit))
-    report = Report.of(own, theirs)
+    report = Report.of(own, theirs, streamed=True)
     if where is not None or not report.good:
         raise _wrong(report.line(), _explained(where))
     return report

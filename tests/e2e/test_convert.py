@@ -53,6 +53,10 @@ MODELS = {
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-3": ("Llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 16384}),
     "llama-theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
