@@ -120,7 +120,13 @@ class HfSource:
             problems.append(f"tensors without a place in the model: {_some(unexpected)}")
         for name in sorted(set(expected) & stored):
             got = self.weights.shape(name)
-            if got != expected[name]:
+            if got[1:] == expected[name][1:] and len(got) == 2 and name in self._vocabulary():
+                if got[0] != expected[name][0]:
+                    problems.append(
+                        f"{name} has {got[0]} rows and vocab_size is {expected[name][0]} (a padded "
+                        "vocabulary: cut the rows off, or set vocab_size to keep them)"
+                    )
+            elif got != expected[name]:
                 problems.append(f"{name} has shape {got}, config.json implies {expected[name]}")
         if problems:
             raise CheckpointError(
@@ -131,6 +137,11 @@ class HfSource:
                     "config.json and the weight files must describe the same model",
                 )
             )
+
+    def _vocabulary(self) -> set[str]:
+        ours = (hf_map.WORD_EMBEDDINGS, hf_map.OUTPUT)
+        names = [row.names[0] for row in self.rows() if row.name in ours]
+        return {self.name_of(name, OUTSIDE) for name in names}
 
     def _beyond(self) -> str:
         """Names of layers behind the last one: they predict further tokens and are left out."""

@@ -3,8 +3,9 @@
 Each layer is built with the weights that lie in the files, run, and dropped. Both implementations
 of a layer get the same inputs, those that transformers' layer before it gave: over many wide layers
 two chains of their own would drift apart by more than the tolerance through rounding alone, and a
-small mistake could hide in that. The word embeddings and the output layer are looked up and multiplied block by block;
-they are the same numbers on both sides, as the comparison of all tensors has shown before.
+small mistake could hide in that. The word embeddings and the output layer are looked up and
+multiplied block by block; they are the same numbers on both sides, as the comparison of all tensors
+has shown before.
 """
 
 from __future__ import annotations

@@ -76,9 +76,9 @@ class Report:
         """Say it in one line."""
         how = ", layer by layer from the same inputs" if self.streamed else ""
         return (
-            f"logits of {self.tokens} positions in fp32{how}: max |difference| {self.max_difference:.2e}"
-            f" (max |logit| {self.max_logit:.1f}), same most likely token at "
-            f"{100 * self.same_greedy:.1f} %"
+            f"logits of {self.tokens} positions in fp32{how}: "
+            f"max |difference| {self.max_difference:.2e} (max |logit| {self.max_logit:.1f}), "
+            f"same most likely token at {100 * self.same_greedy:.1f} %"
         )
 
 
@@ -129,8 +129,10 @@ def verify(
     limit = other.fields["max_position_embeddings"]
     own, theirs, where = models.logits(prompts(other.fields["vocab_size"], limit))
     report = Report.of(own, theirs, streamed=True)
-    if where is not None or not report.good:
-        raise _wrong(report.line(), _explained(where))
+    if where is not None:
+        raise _wrong("layers that compute other values", _explained(where))
+    if not report.good:
+        raise _wrong(report.line(), _explained(None))
     return report
 
 
@@ -140,8 +142,12 @@ def _compare_codes(stored: Source, other: HfSource, dtype: torch.dtype, fp8: Exp
         made = planned.make().to(planned.dtype or dtype)
         got = other.weights.stored(other.name_of(planned.name, OUTSIDE))
         same = made.dtype == got.dtype and made.shape == got.shape
-        if not same or not torch.equal(made.view(torch.uint8), got.view(torch.uint8)):
+        if not same or not torch.equal(_bits(made), _bits(got)):
             raise _wrong(f"other values of {planned.name}", "It is not what was to be written")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _compare_tensors(stored: Source, other: HfSource, dtype: torch.dtype) -> None:
