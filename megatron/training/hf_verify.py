@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,9 +127,10 @@ def verify(
     # In an export both sides have its dequantized weights, which no other type holds exactly.
     source: Source = stored if fp8 is None else other
     exact = torch.float32 if fp8 is not None else DTYPES[dtype]
-    models = Streamed(source, other, exact, import_transformers())
-    limit = other.fields["max_position_embeddings"]
-    own, theirs, where = models.logits(prompts(other.fields["vocab_size"], limit))
+    library, limit = import_transformers(), other.fields["max_position_embeddings"]
+    with _their_refusals(huggingface):
+        models = Streamed(source, other, exact, library)
+        own, theirs, where = models.logits(prompts(other.fields["vocab_size"], limit))
     report = Report.of(own, theirs, streamed=True)
     if where is not None:
         raise _wrong("layers that compute other values", _explained(where))
@@ -191,16 +194,22 @@ def load_theirs(directory: Path, dtype: str = "fp32") -> nn.Module:
         CheckpointError: transformers is not installed, or refuses the directory.
     """
     transformers = import_transformers()
-    try:
+    with _their_refusals(directory):
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
+    _round_(model, DTYPES[dtype])
+    return model
+
+
+@contextmanager
+def _their_refusals(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, RuntimeError) as error:
         problem = f"transformers cannot load it: {error}"
         fix = "Look at what it says, or leave the check out with --no-verify"
         raise CheckpointError(complaint("--verify", directory, problem, fix)) from error
-    _round_(model, DTYPES[dtype])
-    return model
 
 
 def import_transformers() -> Any:
