@@ -46,6 +46,7 @@ from megatron.training.quantization.grid import Grid
 from megatron.training.quantization.model import check_model, quantize_model
 from megatron.training.quantization.streaming import LayerStream
 
+Model = HfSource | MegatronSource
 METHODS = ("int8", "int4-rtn", "gptq")
 _GROUP_SIZE, _DAMPING, _SAMPLES = 128, 0.01, 128
 _LONGEST = 2048  # tokens of a window, unless --seq-length says otherwise
@@ -139,20 +140,24 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             problems.append(Problem((_flag(name),), value, "It is a count", "Use at least 1"))
-    if args.group_size is not None and args.group_size != -1 and args.group_size < 1:
-        why, fix = "It is a number of columns", "Use at least 1, or -1 for whole rows"
-        problems.append(Problem(("--group-size",), args.group_size, why, fix))
-    if args.damping is not None and not 0 <= args.damping < math.inf:
-        why = "It is a share of the mean square input"
-        problems.append(Problem(("--damping",), args.damping, why, "Use 0.01 or so"))
-    if args.eval_tokens is not None and args.eval_text is None and args.eval_data_path is None:
-        why, fix = "There is no text to measure on", "Give --eval-text or --eval-data-path"
-        problems.append(Problem(("--eval-tokens",), args.eval_tokens, why, fix))
+    problems += _out_of_range(args)
     for flag, directory in (("--save-dir", args.save_dir), ("--bf16-dir", args.bf16_dir)):
         if directory is not None and directory.exists() and _in_use(directory):
             problems.append(Problem((flag,), directory, "It is in use", "Name a new directory"))
     if problems:
         raise DataError("\n".join(str(problem) for problem in problems))
+
+
+def _out_of_range(args: argparse.Namespace) -> Iterator[Problem]:
+    if args.group_size is not None and args.group_size != -1 and args.group_size < 1:
+        why, fix = "It is a number of columns", "Use at least 1, or -1 for whole rows"
+        yield Problem(("--group-size",), args.group_size, why, fix)
+    if args.damping is not None and not 0 <= args.damping < math.inf:
+        why = "It is a share of the mean square input"
+        yield Problem(("--damping",), args.damping, why, "Use 0.01 or so")
+    if args.eval_tokens is not None and args.eval_text is None and args.eval_data_path is None:
+        why, fix = "There is no text to measure on", "Give --eval-text or --eval-data-path"
+        yield Problem(("--eval-tokens",), args.eval_tokens, why, fix)
 
 
 def _in_use(directory: Path) -> bool:
@@ -163,30 +168,24 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def bf16_source(args: argparse.Namespace) -> HfSource:
-    """Open the model as a bf16 HuggingFace directory, which is made unless ``--load`` is one."""
+def open_model(args: argparse.Namespace) -> tuple[hf_convert.Request, Model]:
+    """Open the model, and say how a bf16 HuggingFace directory would be made of it."""
     is_hf = (args.load / "config.json").is_file()
     format_name = "huggingface" if is_hf else "megatron"
     target = args.bf16_dir or args.save_dir.with_name(args.save_dir.name + "-bf16")
     request = hf_convert.Request(format_name, "huggingface", args.load, target, "bf16")
-    source = hf_convert.open_source(request, _tell)
+    return request, hf_convert.open_source(request, _tell)
+
+
+def bf16_source(args: argparse.Namespace, request: hf_convert.Request, source: Model) -> HfSource:
+    """Return the model as a bf16 HuggingFace directory, which is made unless it is one."""
     if isinstance(source, HfSource) and source.dtype == torch.bfloat16 and args.bf16_dir is None:
         _tell(f"the bf16 model is {args.load}")
         return source
-    if target.exists() and _in_use(target):
-        raise DataError(
-            complaint(
-                "--bf16-dir",
-                target,
-                "It is in use, and the bf16 model would be written there",
-                "Name a new directory, or give that model as --load",
-            )
-        )
     hf_convert.convert(request, source)
-    _tell(f"the bf16 model is kept in {target}")
-    opened = HfSource(target)
-    if isinstance(source, MegatronSource):
-        _note_tokenizer(opened)
+    _tell(f"the bf16 model is kept in {request.save}")
+    opened = HfSource(request.save)
+    _note_tokenizer(opened)
     return opened
 
 
@@ -195,7 +194,7 @@ def _note_tokenizer(source: HfSource) -> None:
         _tell("NOTE: the checkpoint's tokenizer was not found; copy its files beside the weights")
 
 
-def tokenizer_for(args: argparse.Namespace, source: HfSource) -> Tokenizer:
+def tokenizer_for(args: argparse.Namespace, source: Model) -> Tokenizer:
     """Build the tokenizer that the flags name, else the one among the model's files.
 
     Raises:
@@ -206,7 +205,7 @@ def tokenizer_for(args: argparse.Namespace, source: HfSource) -> Tokenizer:
         return build_tokenizer(TokenizerOptions(**given))
     files = source.tokenizer
     if "tokenizer.json" in files:
-        kind, model = "HuggingFaceTokenizer", str(source.directory)
+        kind, model = "HuggingFaceTokenizer", str(files["tokenizer.json"].parent)
     elif "tokenizer.model" in files:
         kind, model = "SentencePieceTokenizer", str(files["tokenizer.model"])
     else:
@@ -222,7 +221,7 @@ def tokenizer_for(args: argparse.Namespace, source: HfSource) -> Tokenizer:
 
 
 def _tokens(
-    args: argparse.Namespace, source: HfSource, what: str, limit: int | None
+    args: argparse.Namespace, source: Model, what: str, limit: int | None
 ) -> np.ndarray | None:
     """Read the tokens of the calibration or the held-out text, None without one."""
     text, prefix = getattr(args, f"{what}_text"), getattr(args, f"{what}_data_path")
@@ -277,13 +276,13 @@ def measured(
 
 
 def _compared(
-    args: argparse.Namespace, source: HfSource, grid: Grid, device: torch.device, length: int
+    args: argparse.Namespace,
+    source: HfSource,
+    grid: Grid,
+    device: torch.device,
+    text: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
     """Measure the bf16 model, simpler methods, and the files that were written."""
-    tokens = _tokens(args, source, "eval", args.eval_tokens)
-    if tokens is None:
-        return {}
-    text = list(windows(tokens, length, args.micro_batch_size))
     four_bits = Grid(4, grid.group_size)
     models: dict[str, Source] = {"bf16": source, "int8": packed.RoundedSource(source, Grid(8))}
     if args.method != "int8":
@@ -294,30 +293,30 @@ def _compared(
         found[name] = measured(model, text, device)
         _tell(f"perplexity, {name}: {found[name]['ppl']:.4f}")
     predicted = sum(window[:, 1:].numel() for window in text)
-    return {"tokens": predicted, "seq_length": length, "models": found}
+    return {"tokens": predicted, "seq_length": text[0].shape[1] - 1, "models": found}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Quantize, measure, and return the report."""
     check_arguments(args)
-    source = bf16_source(args)
     grid = Grid(8) if args.method == "int8" else Grid(4, _group_size(args))
-    check_model(source, grid)
     device = torch.device(_device(args.device))
-    positions: int = source.fields["max_position_embeddings"]
-    length: int = args.seq_length or min(positions, _LONGEST)
-    if length > positions:
-        why, fix = f"The model has {positions} positions", f"Use at most {positions}"
-        raise DataError(complaint("--seq-length", length, why, fix))
-    gptq, text = None, []
-    tokens = _tokens(args, source, "calibration", None)
+    request, model = open_model(args)
+    check_model(model, grid)
+    length = _length(args, model.fields["max_position_embeddings"])
+    gptq, calibration, held_out = None, [], []
+    tokens = _tokens(args, model, "calibration", None)
     if tokens is not None:
         damping = _DAMPING if args.damping is None else args.damping
         gptq = Gptq(grid, damping, bool(args.act_order))
         samples = args.calibration_samples or _SAMPLES
-        text = calibration_windows(tokens, length, samples, args.micro_batch_size)
+        calibration = calibration_windows(tokens, length, samples, args.micro_batch_size)
+    tokens = _tokens(args, model, "eval", args.eval_tokens)
+    if tokens is not None:
+        held_out = list(windows(tokens, length, args.micro_batch_size))
+    source = bf16_source(args, request, model)
     written = quantize_model(
-        source, args.save_dir, grid, device=device, gptq=gptq, windows=text, say=_tell
+        source, args.save_dir, grid, device=device, gptq=gptq, windows=calibration, say=_tell
     )
     report = {
         "load": str(args.load),
@@ -325,16 +324,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "method": args.method,
         "bits": grid.bits,
         "group_size": grid.group_size,
-        **_gptq_settings(gptq, text),
+        **_gptq_settings(gptq, calibration),
         "bits_per_weight": written.bits_per_weight,
         "bytes": packed.file_bytes(args.save_dir),
         "bf16_bytes": packed.file_bytes(source.directory),
         "not_quantized": written.kept,
         "weights": written.to_dict()["weights"],
-        "perplexity": _compared(args, source, grid, device, length),
+        "perplexity": _compared(args, source, grid, device, held_out) if held_out else {},
     }
     packed.write_json(args.save_dir / REPORT, report)
     return report
+
+
+def _length(args: argparse.Namespace, positions: int) -> int:
+    """How many tokens a window has."""
+    length = int(args.seq_length or min(positions, _LONGEST))
+    if length > positions:
+        why, fix = f"The model has {positions} positions", f"Use at most {positions}"
+        raise DataError(complaint("--seq-length", length, why, fix))
+    return length
 
 
 def _gptq_settings(gptq: Gptq | None, text: Sequence[torch.Tensor]) -> dict[str, Any]:
