@@ -38,7 +38,7 @@ from megatron.core.datasets.tokenizers import (
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.observe.lines import perplexity
 from megatron.training import hf_convert
-from megatron.training.hf_convert import HfSource, MegatronSource, Source
+from megatron.training.hf_sources import HfSource, MegatronSource, Source
 from megatron.training.perplexity import read_corpus, read_text, windows
 from megatron.training.quantization import packed
 from megatron.training.quantization.gptq import Gptq
@@ -179,7 +179,8 @@ def open_model(args: argparse.Namespace) -> tuple[hf_convert.Request, Model]:
 
 def bf16_source(args: argparse.Namespace, request: hf_convert.Request, source: Model) -> HfSource:
     """Return the model as a bf16 HuggingFace directory, which is made unless it is one."""
-    if isinstance(source, HfSource) and source.dtype == torch.bfloat16 and args.bf16_dir is None:
+    plain = isinstance(source, HfSource) and source.kept.get("quantization_config") is None
+    if plain and source.dtype == torch.bfloat16 and args.bf16_dir is None:
         _tell(f"the bf16 model is {args.load}")
         return source
     hf_convert.convert(request, source)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.mesh import ParallelState
 from megatron.training import hf_files
 from megatron.training.checkpointing import save_checkpoint
-from megatron.training.hf_convert import HfSource
+from megatron.training.hf_sources import HfSource
 from megatron.training.perplexity import total_loss, windows
 from megatron.training.progress import Progress
 from megatron.training.quantization.grid import Grid

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.directory import describe
 from megatron.core.errors import CheckpointError, DataError, complaint
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training import hf_config
-from megatron.training.hf_convert import HfSource, MegatronSource, Source
+from megatron.training.hf_sources import HfSource, MegatronSource, Source
 from megatron.training.quantization import packed
 from megatron.training.quantization.gptq import (
     Gptq,

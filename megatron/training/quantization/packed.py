@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron.training import hf_files
-from megatron.training.hf_convert import Source
 from megatron.training.hf_rows import Place, Row
+from megatron.training.hf_sources import Source
 from megatron.training.quantization.grid import Grid, Quantized, pack, unpack
 
 LINEAR = (".linear_qkv.", ".linear_proj.", ".linear_fc1.", ".linear_fc2.")
@@ -136,10 +136,15 @@ class _Changed:
         self._source = source
         self.fields, self.tokenizer = source.fields, source.tokenizer
         self.special_tokens, self.dtype = source.special_tokens, source.dtype
+        self.kept = source.kept
 
     def rows(self) -> list[Row]:
         """The table of the model."""
         return self._source.rows()
+
+    def scales(self) -> dict[str, Tensor]:
+        """None: the weights are no FP8 weights."""
+        return {}
 
 
 class RoundedSource(_Changed):

@@ -20,8 +20,9 @@ from megatron.core.build import Build
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.training.hf_convert import Source, config_of
+from megatron.training.hf_convert import config_of
 from megatron.training.hf_rows import OUTSIDE, Place, Row
+from megatron.training.hf_sources import Source
 
 
 @dataclass(frozen=True)
