@@ -11,12 +11,13 @@ import torch
 from megatron.core.mesh import ParallelState
 from megatron.training import hf_files
 from megatron.training.checkpointing import save_checkpoint
-from megatron.training.hf_sources import HfSource
+from megatron.training.hf_sources import HfSource, MegatronSource
 from megatron.training.perplexity import total_loss, windows
 from megatron.training.progress import Progress
 from megatron.training.quantization.grid import Grid
 from megatron.training.quantization.packed import PackedSource, is_quantized
-from megatron.training.quantization.streaming import LayerStream
+from megatron.training.quantization.streaming import Batch, LayerStream, watch_inputs
+from megatron.training.quantization.streaming import run as run_part
 from tests.small_models import GQA, LLAMA, build_model, small_config, spread_weights
 from tools import quantize
 
@@ -88,6 +89,29 @@ def test_streamed_loss_is_that_of_the_whole_model(model, tmp_path, capsys):
     assert found["tokens"] == count == len(TEXT) - 1
     # the same fp32 operations on the same bf16 weights
     assert found["models"]["bf16"]["lm loss"] == pytest.approx(total / count, rel=1e-6)
+
+
+def test_what_is_watched_is_what_the_weights_multiply(model):
+    stream = LayerStream(MegatronSource.find(model[0] / "ckpt"), torch.device("cpu"))
+    batches = stream.embed([torch.tensor([list(TEXT.encode())[:24]])])
+    for number in range(2):  # the second one has the experts, if there are any
+        layer, seen, made = stream.layer(number), {}, {}
+        for step in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
+            watch_inputs(layer, step, seen.__setitem__)
+        for name, module in layer.named_modules():
+            if ".linear_" in name:
+                module.register_forward_hook(
+                    lambda module, args, out, name=name: made.setdefault(name, out)
+                )
+        batches = [Batch(b.tokens, run_part(layer, b)) for b in batches]
+        weights, products = dict(layer.named_parameters()), {}
+        for name, inputs in seen.items():
+            products.setdefault(name.rpartition(".")[0], []).append(inputs @ weights[name].t())
+        for name, out in made.items():
+            expected = out[0] if isinstance(out, tuple) else out
+            # the same product, perhaps in another order
+            torch.testing.assert_close(torch.cat(products[name]), expected, rtol=1e-5, atol=1e-6)
+        assert len(seen) == (14 if model[3] == "experts" and number == 1 else 4)
 
 
 @pytest.mark.parametrize("method", ["int8", "int4-rtn", "gptq"])
@@ -162,10 +186,14 @@ REFUSED = [
     (["--method", "int8", "--group-size", "16"], "--group-size: got 16. INT8 has one scale"),
     (["--method", "int4-rtn", "--group-size", "5"], r"--group-size: got 5. .*48 inputs"),
     (["--method", "int4-rtn", "--group-size", "-7"], "--group-size: got -7."),
-    (["--method", "int4-rtn", "--group-size", "-1", "--seq-length", "99"],
-     "--seq-length: got 99. The model has 24"),
-    (["--method", "gptq", "--group-size", "-1", "--calibration-text", "nowhere"],
-     "--calibration-text: got nowhere"),
+    (
+        ["--method", "int4-rtn", "--group-size", "-1", "--seq-length", "99"],
+        "--seq-length: got 99. The model has 24",
+    ),
+    (
+        ["--method", "gptq", "--group-size", "-1", "--calibration-text", "nowhere"],
+        "--calibration-text: got nowhere",
+    ),
     (["--method", "gptq", "--damping", "-1"], "--damping: got -1.0."),
 ]
 

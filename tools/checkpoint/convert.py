@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
-# Python puts a script's folder first, and inspect.py beside this one is not the module of that name.
+# Python puts a script's folder first, and inspect.py in it is not the `inspect` that others mean.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [p for p in sys.path if os.path.abspath(p or os.curdir) != _HERE]
 sys.path.insert(0, os.path.dirname(os.path.dirname(_HERE)))

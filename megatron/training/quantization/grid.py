@@ -16,6 +16,7 @@ from torch import Tensor
 
 # Scales are stored in the type of the weights that are not quantized.
 SCALE_DTYPE = torch.bfloat16
+_ROWS = 1024  # packed at once, in 64 bits an element
 
 
 class Quantized(NamedTuple):
@@ -100,6 +101,10 @@ def pack(values: Tensor, bits: int) -> Tensor:
     Element ``i`` of a row takes the bits from ``i * bits`` on, lowest first, and is stored with
     ``2 ** (bits - 1)`` added, so that it is never negative.
     """
+    return torch.cat([_pack_rows(part, bits) for part in torch.split(values, _ROWS)])
+
+
+def _pack_rows(values: Tensor, bits: int) -> Tensor:
     per_word = 32 // bits
     rows, columns = values.shape
     raised = torch.zeros((rows, math.ceil(columns / per_word) * per_word), dtype=torch.int64)
@@ -111,6 +116,10 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     """Return what ``pack`` was given: int8 ``[out, columns]``."""
+    return torch.cat([_unpack_rows(part, bits, columns) for part in torch.split(packed, _ROWS)])
+
+
+def _unpack_rows(packed: Tensor, bits: int, columns: int) -> Tensor:
     per_word = 32 // bits
     shifts = torch.arange(per_word, dtype=torch.int64) * bits
     words = packed.to(torch.int64).unsqueeze(-1)
