@@ -41,6 +41,9 @@ REFUSED = [
     # shape
     ({"num_layers": 0}, "--num-layers", ["got 0", "at least 1"]),
     ({"num_layers": -3}, "--num-layers", ["got -3"]),
+    # A size that a list is made from would fill the memory before anything is said.
+    ({"num_layers": 10**9}, "--num-layers", ["at most 100000"]),
+    ({"global_batch_size": 10**11}, "--global-batch-size", ["at most 100000"]),
     ({"seed": 2**32}, "--seed", ["32 bits", "at most 4294967295"]),
     ({"distributed_timeout_minutes": 1e300}, "--distributed-timeout-minutes", ["at most 1000000"]),
     ({"hidden_dropout": 1.0}, "--hidden-dropout", ["below 1"]),
