@@ -13,13 +13,18 @@ logits in fp32) before the tool says that it is done.
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# Python puts a script's folder first, and inspect.py in it is not the `inspect` that others mean.
+_HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [p for p in sys.path if os.path.abspath(p or os.curdir) != _HERE]
+sys.path.insert(0, os.path.dirname(os.path.dirname(_HERE)))
+
+import argparse  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 from megatron.config import ConfigError  # noqa: E402
 from megatron.config.tool_flags import ToolParser  # noqa: E402
