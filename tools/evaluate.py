@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError
-from megatron.config.tool_flags import ToolParser
+from megatron.config.tool_flags import ToolParser, run_tool
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -186,4 +186,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config import ConfigError
-from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool
 from megatron.core.errors import MegatronError, complaint
 from megatron.core.pipeline_parallel.schedule import KINDS, Op, generate, lower, to_text
 from megatron.core.pipeline_parallel.simulate import Report, ideal_bubble, simulate
@@ -269,4 +269,4 @@ def _add_schedule(one: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -9,6 +9,7 @@ from megatron.config.draft import Draft
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import flag_of
 
+MOST_MICROBATCHES = 100_000
 _SIZE_OF = {
     "a2a": "--context-parallel-size",
     "a2a+p2p": "--hierarchical-context-parallel-sizes",
@@ -213,6 +214,20 @@ def batch_fills_the_replicas(c: Draft) -> Iterator[Problem]:
             f"{c.global_batch_size} and {c.micro_batch_size} with {c.data_parallel_size} replicas",
             "Every replica runs the same number of whole microbatches",
             f"Set --global-batch-size {' or '.join(near)}",
+        )
+
+
+@rule
+def a_step_can_be_planned(c: Draft) -> Iterator[Problem]:
+    """A step has at most 100,000 microbatches: its schedule is a list of them."""
+    if not c.counts("micro_batch_size", "global_batch_size"):
+        return
+    if c.num_microbatches > MOST_MICROBATCHES:
+        yield Problem(
+            ("--global-batch-size", "--micro-batch-size"),
+            f"{c.num_microbatches} microbatches a step",
+            f"A step is planned one by one, for at most {MOST_MICROBATCHES}",
+            "Lower --global-batch-size or raise --micro-batch-size",
         )
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config import ConfigError  # noqa: E402
-from megatron.config.tool_flags import ToolParser  # noqa: E402
+from megatron.config.tool_flags import ToolParser, run_tool  # noqa: E402
 from megatron.core.errors import MegatronError  # noqa: E402
 from megatron.training import hf_convert, hf_verify  # noqa: E402
 
@@ -144,4 +144,4 @@ def _verify(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml  # noqa: E402
 
-from megatron.config.tool_flags import ToolParser  # noqa: E402
+from megatron.config.tool_flags import ToolParser, run_tool  # noqa: E402
 from megatron.core.dist_checkpointing import directory as place  # noqa: E402
 from megatron.core.dist_checkpointing.storage import Reader  # noqa: E402
 from megatron.core.errors import CheckpointError, MegatronError, complaint  # noqa: E402
@@ -122,4 +122,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)
