@@ -57,7 +57,6 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--cross-entropy-fusion-impl": (("native",), "there is one cross entropy"),
     "--no-create-attention-mask-in-dataloader": (ANY, "no mask is built, always so here"),
     "--dataloader-type": (("single",), "data is read in order, always so here"),
-    "--num-dataset-builder-threads": (("1",), "one thread builds index files"),
     "--mid-level-dataset-surplus": (("0.005",), _ALWAYS),
     "--timing-log-level": (("0",), _ALWAYS),
     "--timing-log-option": (("minmax",), _ALWAYS),
@@ -155,18 +154,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "Tokens travel by the collectives of --distributed-backend",
         "Use --moe-token-dispatcher-type allgather or alltoall",
     ),
-    "--rampup-batch-size": (
-        "The global batch has one size for the whole run",
-        "Remove it and choose --global-batch-size",
-    ),
-    "--step-batch-size-schedule": (
-        "The global batch has one size for the whole run",
-        "Remove it and choose --global-batch-size",
-    ),
-    "--decrease-batch-size-if-needed": (
-        "A batch that does not fit the replicas is an error here, not a smaller batch",
-        "Remove it and choose a --global-batch-size that fits",
-    ),
     "--batch-size": ("It is ambiguous", "Use --micro-batch-size"),
     "--warmup": ("It is ambiguous", "Use --lr-warmup-fraction"),
     "--model-parallel-size": ("It is ambiguous", "Use --tensor-model-parallel-size"),
@@ -186,10 +173,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--no-position-embedding": (
         "Positions are chosen by one flag here",
         "Use --position-embedding-type rope or none",
-    ),
-    "--data-args-path": (
-        "Long lists of datasets have a place in YAML here",
-        "Put data_path into a file and pass it with --config",
     ),
     "--rotary-interleaved": (
         "Rotary positions rotate halves of a head, not neighbours",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from megatron.config import (
+    rules_batch,
     rules_data,
     rules_fp8,
     rules_fp8_attention,
     rules_fp8_stats,
     rules_guards,
+    rules_mix,
     rules_model,
     rules_moe,
     rules_overlap,
@@ -33,9 +35,11 @@ _LISTED = (
     rules_replicas,
     rules_overlap,
     rules_pipeline,
+    rules_batch,
     rules_training,
     rules_fp8_stats,
     rules_data,
+    rules_mix,
 )
 _MODULES = [m.__name__ for m in _LISTED]
 RULES.sort(key=lambda one: _MODULES.index(one.__module__))

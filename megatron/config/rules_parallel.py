@@ -9,7 +9,6 @@ from megatron.config.draft import Draft
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import flag_of
 
-MOST_MICROBATCHES = 100_000
 _SIZE_OF = {
     "a2a": "--context-parallel-size",
     "a2a+p2p": "--hierarchical-context-parallel-sizes",
@@ -197,37 +196,6 @@ def cp_levels_fill_the_axis(c: Draft) -> Iterator[Problem]:
             f"Give two numbers above 1 whose product is {cp}"
             if cp >= 4
             else "Use --cp-comm-type p2p or a2a: two levels take at least 4 ranks",
-        )
-
-
-@rule
-def batch_fills_the_replicas(c: Draft) -> Iterator[Problem]:
-    """The global batch is a multiple of microbatch size * replicas."""
-    if not c.counts("micro_batch_size", "global_batch_size"):
-        return
-    step = c.micro_batch_size * c.data_parallel_size
-    if c.global_batch_size % step:
-        below = c.global_batch_size // step * step
-        near = [str(n) for n in (below, below + step) if n > 0]
-        yield Problem(
-            ("--global-batch-size", "--micro-batch-size"),
-            f"{c.global_batch_size} and {c.micro_batch_size} with {c.data_parallel_size} replicas",
-            "Every replica runs the same number of whole microbatches",
-            f"Set --global-batch-size {' or '.join(near)}",
-        )
-
-
-@rule
-def a_step_can_be_planned(c: Draft) -> Iterator[Problem]:
-    """A step has at most 100,000 microbatches: its schedule is a list of them."""
-    if not c.counts("micro_batch_size", "global_batch_size"):
-        return
-    if c.num_microbatches > MOST_MICROBATCHES:
-        yield Problem(
-            ("--global-batch-size", "--micro-batch-size"),
-            f"{c.num_microbatches} microbatches a step",
-            f"A step is planned one by one, for at most {MOST_MICROBATCHES}",
-            "Lower --global-batch-size or raise --micro-batch-size",
         )
 
 

@@ -37,6 +37,11 @@ class Progress:
     nan_iterations: int = 0
     floating_point_operations_so_far: float = 0.0
 
+    @property
+    def trained_samples(self) -> int:
+        """Training sequences that count: what a plan over samples is measured by."""
+        return self.consumed_train_samples - self.skipped_train_samples
+
     def to_dict(self) -> dict[str, Any]:
         """Return the counters as plain values."""
         return asdict(self)

@@ -12,7 +12,7 @@ import torch
 
 from megatron.config import RunConfig
 from megatron.core.build import Build
-from megatron.core.datasets.source import Source, build_sources
+from megatron.core.datasets.source import Sources, build_sources
 from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.dist_checkpointing import directory
 from megatron.core.dist_checkpointing.storage import Reader
@@ -72,21 +72,6 @@ class Parts:
         """What FP8 gradient reductions keep for the next step; None if they keep nothing."""
         keep_sum = cfg.ckpt_grad_residual == "sum"
         return Residual(self.ddp, mesh, keep_sum) if self.ddp.keeps_residual else None
-
-
-@dataclass(frozen=True)
-class Sources:
-    """The batches of each split; None for one that the run does not read."""
-
-    train: Source | None
-    valid: Source | None
-    test: Source | None
-
-    def close(self) -> None:
-        """Stop background threads."""
-        for source in (self.train, self.valid, self.test):
-            if source is not None:
-                source.close()
 
 
 def saved_config(load: str, step: int | None = None) -> dict[str, Any] | None:
@@ -219,4 +204,4 @@ def count_parameters(model: torch.nn.Module, mesh: ParallelState) -> int:
 
 def setup_sources(cfg: RunConfig, tokenizer: Tokenizer, runtime: Runtime) -> Sources:
     """Build the training, validation and test batches. Collective: every rank calls it."""
-    return Sources(*build_sources(cfg, tokenizer, runtime.mesh))
+    return build_sources(cfg, tokenizer, runtime.mesh)

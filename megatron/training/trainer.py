@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.config import RunConfig
-from megatron.core.datasets.source import Source
+from megatron.core.datasets.source import Source, Sources
 from megatron.core.errors import TrainingError, complaint
 from megatron.core.fp8 import PrecisionRow
 from megatron.core.mesh import MeshSizes
@@ -35,7 +35,6 @@ from megatron.training.non_finite import trace
 from megatron.training.progress import Progress
 from megatron.training.providers import (
     Parts,
-    Sources,
     count_parameters,
     setup_model,
     setup_sources,
@@ -71,7 +70,8 @@ class Trainer:
         self._last_good_checkpoint = ""
         self._notices = notices
         self._bad_steps = 0
-        self._flops = flops_per_iteration(self.config)
+        self._batches = self.config.batches()
+        self._last_iteration = int(self.config.train_iters)
         self._saved_at: int | None = None
         self._parts: Parts | None = None
         self._step: TrainStep | None = None
@@ -140,7 +140,10 @@ class Trainer:
         sizes = MeshSizes.from_config(cfg, cfg.world_size)
         layout = sizes.text(experts=cfg.num_experts is not None)
         self._say(f"using world size: {cfg.world_size}, {layout}")
-        self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
+        if self._batches.constant:
+            self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
+        else:
+            self._say(f"global batch size: {self._batches.text()}")
         check_save(cfg, self.mesh, self._say)
         self._parts = setup_model(cfg, runtime)
         self._parts.fp8.stats = fp8_watch.collector(runtime)
@@ -161,6 +164,10 @@ class Trainer:
                 self.last_checkpoint = self._last_good_checkpoint = str(cfg.load)
                 if cfg.save and Path(cfg.save).resolve() in _folder_and_parent(cfg.load):
                     self._saved_at = self.progress.iteration
+        if cfg.train_samples is not None:
+            done = self.progress.trained_samples
+            left = self._batches.steps(done, cfg.train_samples)
+            self._last_iteration = self.progress.iteration + left
         self.parts.fp8.begin(self.progress.iteration)
         self._describe()
         self._stamp("after model, optimizer, and learning rate scheduler are built")
@@ -181,7 +188,7 @@ class Trainer:
                 backend=self._runtime.backend.name,
                 backend_reason=self._runtime.backend_reason,
                 parameters=count_parameters(parts.model, self.mesh),
-                flops_per_iteration=self._flops,
+                flops_per_iteration=flops_per_iteration(self.config),
                 iteration=self.progress.iteration,
             )
         )
@@ -226,9 +233,8 @@ class Trainer:
 
     def _describe_data(self, sources: Sources) -> None:
         lines = [" > datasets target sizes (minimum size):"]
-        for source in (sources.train, sources.valid, sources.test):
-            if source is not None:
-                lines += [f"    {line}" for line in source.report().splitlines()]
+        for source in sources.all():
+            lines += [f"    {line}" for line in source.report().splitlines()]
         self._say("\n".join(lines))
 
     @contextlib.contextmanager
@@ -260,19 +266,20 @@ class Trainer:
         self.bus.start()
         self.guards.start()
         first, available = progress.iteration, len(sources.train)
-        if first >= cfg.train_iters:
+        if first >= self._last_iteration:
             self._say(
                 f"NOTE: nothing is left to train: the checkpoint is at iteration {first}, and "
-                f"--train-iters is {cfg.train_iters}"
+                f"--train-iters is {self._last_iteration}"
             )
-        while progress.iteration < cfg.train_iters:
+        while progress.iteration < self._last_iteration:
             self._switch_fp8(progress.iteration + 1)
-            samples = progress.next_samples(available, cfg.global_batch_size)
+            size = self._next_batch(self._step)
+            samples = progress.next_samples(available, size)
             outcome = self._step.run(progress.iteration + 1, samples)
-            self._account(outcome)
+            self._account(outcome, size)
             fp8.after_step()
             self._report_memory(progress.iteration - first)
-            self._explain_bad_step(outcome, sources.train, samples)
+            self._explain_bad_step(outcome, sources.train, samples, size)
             if self.guards.after_step(outcome, self._last_good_checkpoint):
                 continue
             self._stop_when_hopeless(outcome)
@@ -289,12 +296,22 @@ class Trainer:
             self.guards.end_iteration(saved=self._saved_at == progress.iteration)
         self._finish(sources, watch)
 
-    def _account(self, outcome: StepOutcome) -> None:
-        """Advance the counters and report the step."""
+    def _next_batch(self, step: TrainStep) -> int:
+        """Return the size of the next global batch; say so if it changes."""
+        done = self.progress.trained_samples
+        size = self._batches.size(done)
+        if step.use_batch(size) and not self._batches.constant:
+            at = self.progress.iteration + 1
+            self._say(f"global batch size is {size} from iteration {at}, sample {done}")
+        return size
+
+    def _account(self, outcome: StepOutcome, size: int) -> None:
+        """Advance the counters by a step of `size` samples and report it."""
         cfg, progress, update = self.config, self.progress, outcome.update
         progress.iteration += 1
-        progress.consumed_train_samples += cfg.global_batch_size
-        progress.floating_point_operations_so_far += self._flops
+        flops = flops_per_iteration(cfg, size)
+        progress.consumed_train_samples += size
+        progress.floating_point_operations_so_far += flops
         nan = not update.success and not outcome.loss_is_finite
         progress.skipped_iterations += not update.success
         progress.nan_iterations += nan
@@ -304,13 +321,13 @@ class Trainer:
         self.bus.emit(
             StepEnd(
                 iteration=iteration,
-                train_iters=cfg.train_iters,
+                train_iters=self._last_iteration,
                 consumed_samples=progress.consumed_train_samples,
                 losses={"lm loss": outcome.loss, **outcome.moe.losses} if update.success else {},
                 learning_rate=self.parts.scheduler.learning_rate(),
-                global_batch_size=cfg.global_batch_size,
-                tokens=cfg.global_batch_size * cfg.seq_length,
-                flops=self._flops,
+                global_batch_size=size,
+                tokens=size * cfg.seq_length,
+                flops=flops,
                 loss_scale=self.parts.optimizer.loss_scale.value,
                 grad_norm=update.grad_norm if update.success else None,
                 num_zeros=update.num_zeros,
@@ -330,12 +347,15 @@ class Trainer:
             routine = not first_two
             self.bus.emit(measure(self.mesh.rank, iteration, self._runtime.device, routine))
 
-    def _explain_bad_step(self, outcome: StepOutcome, source: Source, consumed: int) -> None:
+    def _explain_bad_step(
+        self, outcome: StepOutcome, source: Source, consumed: int, size: int
+    ) -> None:
         """Say where the numbers of the first of several bad steps went wrong."""
         if outcome.update.success or self._bad_steps or self.config.fp16:
             return
         with self.bus.paused():
-            where = trace(self.config, self._runtime, self.parts, source, consumed)
+            stage = self.config.with_batch(size)
+            where = trace(stage, self._runtime, self.parts, source, consumed)
         what = f"iteration {self.progress.iteration} is not finite: {where}."
         self.bus.emit(Incident(what, shared=True))
 
@@ -370,32 +390,33 @@ class Trainer:
         )
 
     def _evaluate_valid(self, sources: Sources, prefix: str, watch: ExitWatch) -> None:
-        """Evaluate the validation split and show the result."""
+        """Evaluate the validation sets and show the results."""
         cfg, progress = self.config, self.progress
-        if sources.valid is None:
+        if not sources.valid:
             return
         collect = cfg.manual_gc and cfg.manual_gc_eval
         if collect:
             gc.collect()
+        losses: dict[str, float] = {}
         with self.bus.paused():
-            loss = evaluate(
-                cfg,
-                self._runtime,
-                self.parts,
-                sources.valid,
-                progress.consumed_valid_samples,
-                watch.interrupted,
-            )
+            for name, source in sources.valid.items():
+                done = progress.consumed_valid_samples
+                run = (cfg, self._runtime, self.parts, source, done, watch.interrupted)
+                loss = evaluate(*run)
+                if loss is None:
+                    break
+                losses[name] = loss
         if collect:
             gc.collect()
-        if loss is not None:
+        if len(losses) == len(sources.valid):
             progress.consumed_valid_samples += cfg.eval_iters * cfg.global_batch_size
-            self._report_evaluation(prefix, loss)
+            for name, loss in losses.items():
+                self._report_evaluation(prefix, loss, name)
 
-    def _report_evaluation(self, prefix: str, loss: float) -> None:
-        done = self.progress
-        losses = {"lm loss": loss}
-        self.bus.emit(EvalEnd(prefix, done.iteration, losses, done.consumed_train_samples))
+    def _report_evaluation(self, prefix: str, loss: float, name: str = "") -> None:
+        done, losses = self.progress, {"lm loss": loss}
+        event = EvalEnd(prefix, done.iteration, losses, done.consumed_train_samples, name)
+        self.bus.emit(event)
 
     # -- the end --------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from unit.data_refusals import DATA_REFUSED
 from unit.guard_refusals import GUARDS_REFUSED
 from unit.moe_refusals import MOE_REFUSED
 
@@ -41,6 +42,7 @@ REFUSED = [
     # shape
     ({"num_layers": 0}, "--num-layers", ["got 0", "at least 1"]),
     ({"num_layers": -3}, "--num-layers", ["got -3"]),
+    # A size that a list is made from would fill the memory before anything is said.
     ({"num_layers": 10**9}, "--num-layers", ["got 1000000000", "at most 100000"]),
     ({"num_layers": 10**18, **EXPERTS}, "--num-layers", ["at most 100000"]),
     ({"dry_run": True, "fake_world_size": 10**9}, "--fake-world-size", ["at most 1000000"]),
@@ -672,7 +674,7 @@ REFUSED_ON_A_MESH = [
 
 @pytest.mark.parametrize(
     ("world_size", "fields", "flag", "words"),
-    REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED,
+    REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED + DATA_REFUSED,
     ids=lambda v: str(v)[:60],
 )
 def test_refused_on_a_mesh(world_size, fields, flag, words):
@@ -857,9 +859,8 @@ def test_every_rule_is_documented_and_exercised():
         first = (one.__doc__ or "").strip().splitlines()[0]
         assert first.endswith("."), one.__name__
     cases = [(1, fields) for fields, _, _ in REFUSED]
-    cases += [
-        (world, fields) for world, fields, _, _ in REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED
-    ]
+    on_a_mesh = REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED + DATA_REFUSED
+    cases += [(world, fields) for world, fields, _, _ in on_a_mesh]
     assert set(names) == set().union(*(fired(world, fields) for world, fields in cases))
 
 
@@ -875,9 +876,11 @@ def test_rules_are_listed_by_subject():
         "replicas",
         "overlap",
         "pipeline",
+        "batch",
         "training",
         "stats",
         "data",
+        "mix",
     ]
     assert len(list(dict.fromkeys(modules))) == len(
         [m for m, before in zip(modules, [None, *modules], strict=False) if m != before]

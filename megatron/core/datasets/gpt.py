@@ -50,7 +50,7 @@ class SampleConfig:
     Attributes:
         sequence_length: Tokens per sample.
         seed: Seed of the order.
-        split: The split text, for the cache key and messages.
+        split: The split text, for the cache key and messages; None if nothing is divided.
         cache_path: Folder for index files; None puts them next to the corpus.
         vocab_size: Ids from here on are an error in the corpus; None does not check.
         eod: End-of-document id.
@@ -63,7 +63,7 @@ class SampleConfig:
 
     sequence_length: int
     seed: int = 1234
-    split: str = "969, 30, 1"
+    split: str | None = "969, 30, 1"
     cache_path: str | None = None
     vocab_size: int | None = None
     eod: int | None = None
@@ -116,15 +116,20 @@ class GPTDataset:
         if not len(self.corpus):
             got, fix = "an empty corpus", "Check the input of tools/preprocess_data.py"
         else:
+            split = self.config.split
             got = (
                 f"a {self.name} split of {self.documents.size} of {len(self.corpus)} documents "
-                f"with {self.tokens_per_epoch} tokens, --split {self.config.split}"
+                f"with {self.tokens_per_epoch} tokens" + (f", --split {split}" if split else "")
             )
             fix = (
-                "Give this split a larger share, add text, or shorten --seq-length"
-                if self.name == "train"
-                else "Give this split a larger share in --split, or none (0) to leave it out; "
-                "--eval-iters 0 switches evaluation off"
+                "Add text, or shorten --seq-length"
+                if split is None
+                else (
+                    "Give this split a larger share, add text, or shorten --seq-length"
+                    if self.name == "train"
+                    else "Give this split a larger share in --split, or none (0) to leave it out; "
+                    "--eval-iters 0 switches evaluation off"
+                )
             )
         raise DataError(
             complaint(

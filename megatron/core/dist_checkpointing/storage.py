@@ -30,7 +30,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from megatron.core.dist_checkpointing import safe_pickle
 from megatron.core.dist_checkpointing.chunks import ChunkIndex, misplaced
+from megatron.core.dist_checkpointing.safe_pickle import Forbidden, Opaque, refusal
 from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
 from megatron.core.errors import UnusableCheckpointError
 
@@ -188,15 +190,21 @@ _INDEX_GLOBALS = {
 }
 
 
+class _ForeignMetadata(Metadata):
+    """The index as Megatron-Core up to 0.15 writes it, with data of its own that is not used."""
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Reads the index, refusing anything but its own record types."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if module.startswith("megatron.core.dist_checkpointing."):
+            return _ForeignMetadata if name == "MCoreMetadata" else Opaque
         if (module, name) in _INDEX_GLOBALS:
             return getattr(importlib.import_module(module), name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint index needs")
+        raise Forbidden(f"{module}.{name}")
 
 
 @dataclass(frozen=True)
@@ -358,14 +366,15 @@ class Reader:
         yield from copies
 
     def _tensor(self, index: MetadataIndex, info: Any) -> Tensor:
-        data = io.BytesIO(self._raw(info))
+        data = self._raw(info)
+        what = f"the bytes of {index.fqn} at offset {info.offset}"
+        path = self.directory / info.relative_path
         try:
-            value = torch.load(data, map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise UnusableCheckpointError(
-                f"{self.directory / info.relative_path}: the bytes of {index.fqn} at offset "
-                f"{info.offset} are damaged ({error})."
-            ) from error
+            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            value = safe_pickle.load(data, f"{path}: {what}")  # says what is wrong with it
+        except (RuntimeError, EOFError, ValueError) as error:
+            raise UnusableCheckpointError(f"{path}: {what} are damaged ({error}).") from error
         if not isinstance(value, Tensor):
             raise UnusableCheckpointError(
                 f"{self.directory}: {index.fqn} is not stored as a tensor."
@@ -409,6 +418,8 @@ def _read_index(path: Path) -> Metadata:
             metadata = _IndexUnpickler(file).load()
     except OSError as error:
         raise UnusableCheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
+    except Forbidden as error:
+        raise refusal(str(path), error) from error
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
         raise UnusableCheckpointError(f"{path}: it is not a checkpoint index ({error}).") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
