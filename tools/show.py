@@ -211,11 +211,11 @@ def _layers_on(place: Any, flags: Sequence[str]) -> tuple[list[dict[str, object]
 
     config = read_run(flags)
     layers = layers_on_paper(config)
-    lines = summarize(rows_of_layers(layers, place)).lines
+    found = summarize(rows_of_layers(layers, place), cfg=config)
     recipes = {layer.state.recipe for layer in layers} - {None}
     padded = any(place.verdict(recipe).hardware for recipe in recipes) and padding(config)
-    text = "\n".join(filter(None, (precision_table(lines), padded)))
-    return [asdict(line) for line in lines], text
+    text = "\n".join(filter(None, (precision_table(found.lines, shares=found.shares), padded)))
+    return [asdict(line) for line in found.lines], text
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -131,7 +131,8 @@ def _show(say: Say, text: Iterable[str]) -> None:
 
 
 def _show_precision(cfg: RunConfig, rows: list[PrecisionRow], say: Say) -> None:
-    say(precision_table(precision.summarize(rows).lines))
+    found = precision.summarize(rows, cfg=cfg)
+    say(precision_table(found.lines, shares=found.shares))
     if cfg.fp8_warmup_iters:
         say(f"until iteration {cfg.fp8_warmup_iters} nothing is in FP8 (--fp8-warmup-iters)")
     if not cfg.fp8_allow_fallback:
