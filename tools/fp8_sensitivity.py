@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError, RunConfig, make_config
-from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool
 from megatron.core.errors import MegatronError, complaint
 from megatron.core.fp8 import Role
 from megatron.training.checkpointing import load_checkpoint
@@ -46,7 +46,10 @@ from megatron.training.sensitivity import (
 )
 from tools.parity import read_config
 
-_DROPPED = ("save", "save_interval", "dry_run", "fake_world_size")
+_DROPPED = (
+    *("save", "save_interval", "dry_run", "fake_world_size"),
+    *("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"),
+)
 _HARM = {"gradient": "gradient error", "loss": "loss change"}
 _ROLES = {"input": Role.INPUT, "weight": Role.WEIGHT, "gradient": Role.GRAD_OUTPUT}
 
@@ -234,4 +237,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

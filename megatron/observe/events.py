@@ -73,10 +73,13 @@ class PrecisionTable:
         lines: The whole model.
         changed: Whether the run has shown one before, so that the console shows only what does not
             run as requested.
+        shares: How much of a step's FLOPs runs in FP8 or FP4: of linear layers, and of those and
+            attention together where that is listed. Empty if nobody asked.
     """
 
     lines: tuple[PrecisionLine, ...]
     changed: bool = False
+    shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,12 +183,19 @@ class EvalEnd:
         iteration: Training iteration after which it ran.
         losses: Name to token-weighted mean over the evaluation.
         consumed_samples: Training sequences read when it ran.
+        name: The validation set, if there are several.
     """
 
     prefix: str
     iteration: int
     losses: Mapping[str, float]
     consumed_samples: int = 0
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        """``validation``, with the name of the set if it has one."""
+        return f"validation-{self.name}" if self.name else "validation"
 
 
 @dataclass(frozen=True)

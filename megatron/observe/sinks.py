@@ -83,7 +83,7 @@ class ConsoleSink:
         elif isinstance(event, Fp8Alert):
             print(alert_line(event), file=sys.stderr, flush=True)
         elif isinstance(event, PrecisionTable):
-            print(precision_table(event.lines, event.changed), flush=True)
+            print(precision_table(event.lines, event.changed, event.shares), flush=True)
         elif isinstance(event, PrecisionChange):
             print(change_line(event), flush=True)
         elif isinstance(event, Rollback):
@@ -157,7 +157,7 @@ class DlloggerSink:
         elif isinstance(event, IntervalEnd):
             self._write(event.last.iteration, dict(_interval_figures(event)))
         elif isinstance(event, EvalEnd):
-            figures = {f"validation {n}": v for n, v in event.losses.items()}
+            figures = {f"{event.title} {n}": v for n, v in event.losses.items()}
             self._write(event.iteration, {"at": event.prefix, **figures})
         elif not isinstance(event, Message | StepEnd | MemoryUse):
             self._write([], {type(event).__name__: _plain(event)})
@@ -280,9 +280,9 @@ class ScalarSink:
 
     def _write_evaluation(self, event: EvalEnd) -> None:
         for name, value in event.losses.items():
-            figures = {f"{name} validation": value}
+            figures = {f"{name} {event.title}": value}
             if self._cfg.log_validation_ppl_to_tensorboard:
-                figures[f"{name} validation ppl"] = perplexity(value)
+                figures[f"{name} {event.title} ppl"] = perplexity(value)
             for title, figure in figures.items():
                 self._write(title, figure, event.iteration)
                 self._write(f"{title} vs samples", figure, event.consumed_samples)

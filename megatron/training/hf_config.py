@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
-from megatron.training import hf_moe
+from megatron.training import hf_moe, hf_quantization
 
 Fields = dict[str, Any]
 
@@ -139,12 +139,9 @@ def fields_from_hf(config: Mapping[str, Any], source: object = "config.json") ->
     refused.check(
         ARCHITECTURES[kind] in names, "architectures", names, f"only {ARCHITECTURES[kind]} is known"
     )
-    refused.check(
-        config.get("quantization_config") is None,
-        "quantization_config",
-        config.get("quantization_config"),
-        "the weights must be dequantized first",
-    )
+    if config.get("quantization_config") is not None:
+        for name, got, why in hf_quantization.unreadable(config["quantization_config"]):
+            refused.check(False, f"quantization_config.{name}".rstrip("."), got, why)
     if not _numbers_fit(config, refused, gpt2=kind == "gpt2"):
         refused.settle()
     fields = _gpt2_fields(config, refused) if kind == "gpt2" else _llama_fields(config, refused)
@@ -242,8 +239,15 @@ def _rope_fields(config: Mapping[str, Any], refused: Refusals) -> Fields:
             refused.check(got == value, f"rope_scaling.{name}", got, f"only {value} is supported")
         fields["use_rope_scaling"] = True
         fields["rope_scaling_factor"] = float(merged.get("factor", 8.0))
+    elif kind == "linear":
+        factor = merged.get("factor")
+        whole = isinstance(factor, (int, float)) and factor >= 1 and float(factor).is_integer()
+        why = "--rotary-seq-len-interpolation-factor is a whole number"
+        refused.check(whole, "rope_scaling.factor", factor, why)
+        fields["rotary_seq_len_interpolation_factor"] = int(factor or 1) if whole else 1
     else:
-        refused.check(kind == "default", "rope_type", kind, "only default and llama3 are supported")
+        known = "only default, linear and llama3 are supported"
+        refused.check(kind == "default", "rope_type", kind, known)
     return fields
 
 
@@ -390,7 +394,12 @@ def _llama_config(fields: Mapping[str, Any], refused: Refusals) -> Fields:
         config["attention_bias"] = False
     if kind in hf_moe.ARCHITECTURES:
         config.update(hf_moe.moe_config(fields, kind, refused))
+    stretched = fields.get("rotary_seq_len_interpolation_factor") or 1
+    if stretched != 1:
+        config["rope_scaling"] = {"rope_type": "linear", "factor": float(stretched)}
     if fields.get("use_rope_scaling"):
+        name = "rotary_seq_len_interpolation_factor"
+        refused.check(stretched == 1, name, stretched, "not together with use_rope_scaling")
         config["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": fields["rope_scaling_factor"],

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from unit.data_refusals import DATA_REFUSED
 from unit.guard_refusals import GUARDS_REFUSED
 from unit.moe_refusals import MOE_REFUSED
+from unit.saving_refusals import SAVING_ACCEPTED, SAVING_REFUSED
 
 from megatron.config import ConfigError, Problem, make_config
 from megatron.config.draft import Draft, derive
@@ -14,6 +16,7 @@ from megatron.config.rules import RULES
 
 TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
 FP8 = {"fp8_format": "hybrid"}
+EXPERTS = {"num_experts": 8, "add_bias_linear": False, "moe_ffn_hidden_size": 64}
 OVERLAP = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True}
 PARTS = (
     "tp_comm_overlap_ag",
@@ -40,6 +43,15 @@ REFUSED = [
     # shape
     ({"num_layers": 0}, "--num-layers", ["got 0", "at least 1"]),
     ({"num_layers": -3}, "--num-layers", ["got -3"]),
+    # A size that a list is made from would fill the memory before anything is said.
+    ({"num_layers": 10**9}, "--num-layers", ["got 1000000000", "at most 100000"]),
+    ({"num_layers": 10**18, **EXPERTS}, "--num-layers", ["at most 100000"]),
+    ({"dry_run": True, "fake_world_size": 10**9}, "--fake-world-size", ["at most 1000000"]),
+    (
+        {"global_batch_size": 10**9, "micro_batch_size": 2},
+        "--global-batch-size",
+        ["got 500000000 microbatches", "at most 100000"],
+    ),
     ({"seed": 2**32}, "--seed", ["32 bits", "at most 4294967295"]),
     ({"distributed_timeout_minutes": 1e300}, "--distributed-timeout-minutes", ["at most 1000000"]),
     ({"hidden_dropout": 1.0}, "--hidden-dropout", ["below 1"]),
@@ -663,7 +675,7 @@ REFUSED_ON_A_MESH = [
 
 @pytest.mark.parametrize(
     ("world_size", "fields", "flag", "words"),
-    REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED,
+    REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED + DATA_REFUSED + SAVING_REFUSED,
     ids=lambda v: str(v)[:60],
 )
 def test_refused_on_a_mesh(world_size, fields, flag, words):
@@ -715,6 +727,7 @@ ACCEPTED = [
     {"save": "x", "save_interval": 5, "load": "x", "finetune": True},
     {"exit_duration_in_mins": 5, "exit_interval": 3, "exit_signal_handler": True},
     {"fp16": True, "loss_scale": 1024.0},
+    *SAVING_ACCEPTED,
 ]
 
 
@@ -848,9 +861,8 @@ def test_every_rule_is_documented_and_exercised():
         first = (one.__doc__ or "").strip().splitlines()[0]
         assert first.endswith("."), one.__name__
     cases = [(1, fields) for fields, _, _ in REFUSED]
-    cases += [
-        (world, fields) for world, fields, _, _ in REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED
-    ]
+    on_a_mesh = REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED + DATA_REFUSED + SAVING_REFUSED
+    cases += [(world, fields) for world, fields, _, _ in on_a_mesh]
     assert set(names) == set().union(*(fired(world, fields) for world, fields in cases))
 
 
@@ -866,9 +878,12 @@ def test_rules_are_listed_by_subject():
         "replicas",
         "overlap",
         "pipeline",
+        "batch",
         "training",
         "stats",
         "data",
+        "mix",
+        "saving",
     ]
     assert len(list(dict.fromkeys(modules))) == len(
         [m for m, before in zip(modules, [None, *modules], strict=False) if m != before]

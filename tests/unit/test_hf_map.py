@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from megatron.core.errors import CheckpointError
 from megatron.training import hf_files, hf_map
 from megatron.training.hf_config import fields_from_hf, hf_from_fields
+from megatron.training.safetensors_file import Planned
 
 LLAMA = {
     "model_type": "llama",
@@ -162,7 +163,8 @@ def test_both_spellings_of_the_llama3_scaling(style):
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, r"rope_scaling.factor is 2\.5"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, r"rope_scaling\.low_freq_factor"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
@@ -221,7 +223,7 @@ def test_models_without_a_huggingface_counterpart_are_refused_by_name(base, chan
 
 
 def planned(tensors):
-    return [hf_files.Planned(n, tuple(t.shape), lambda t=t: t) for n, t in tensors.items()]
+    return [Planned(n, tuple(t.shape), lambda t=t: t) for n, t in tensors.items()]
 
 
 def test_large_models_are_written_in_shards_with_an_index(tmp_path):

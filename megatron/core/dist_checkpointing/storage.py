@@ -30,7 +30,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from megatron.core.dist_checkpointing import safe_pickle
 from megatron.core.dist_checkpointing.chunks import ChunkIndex, misplaced
+from megatron.core.dist_checkpointing.foreign import own_names
+from megatron.core.dist_checkpointing.safe_pickle import Forbidden, Opaque, refusal
 from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
 from megatron.core.errors import UnusableCheckpointError
 
@@ -127,9 +130,14 @@ class PlainPlanner(DefaultSavePlanner):
     Its own check of the blocks compares all with all, which takes minutes with many experts.
     """
 
-    def __init__(self) -> None:
-        """Keys are final already: nothing is flattened or renamed."""
+    def __init__(self, partial: bool = False) -> None:
+        """Keys are final already: nothing is flattened or renamed.
+
+        Args:
+            partial: The blocks need not cover their tensors.
+        """
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._partial = partial
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Give each block to one of the ranks that offer it, and check that all are there."""
@@ -137,7 +145,7 @@ class PlainPlanner(DefaultSavePlanner):
         problems = [
             problem
             for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry, TensorStorageMetadata) and not self._partial
             for problem in misplaced(key, entry.size, entry.chunks)
         ]
         if problems:
@@ -188,15 +196,21 @@ _INDEX_GLOBALS = {
 }
 
 
+class _ForeignMetadata(Metadata):
+    """The index as Megatron-Core up to 0.15 writes it, with data of its own that is not used."""
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Reads the index, refusing anything but its own record types."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if module.startswith("megatron.core.dist_checkpointing."):
+            return _ForeignMetadata if name == "MCoreMetadata" else Opaque
         if (module, name) in _INDEX_GLOBALS:
             return getattr(importlib.import_module(module), name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint index needs")
+        raise Forbidden(f"{module}.{name}")
 
 
 @dataclass(frozen=True)
@@ -219,12 +233,17 @@ class Reader:
         Raises:
             CheckpointError: The index is missing or is not one.
         """
-        self.directory = directory
-        self._metadata = _read_index(directory / INDEX_FILE)
+        self._take(directory, _read_index(directory / INDEX_FILE))
+
+    def _take(self, directory: Path, metadata: Metadata) -> None:
+        self.directory, self._metadata = directory, metadata
+        self.common: dict[str, Any] | None = None  # settings that lie in no entry and no file
         self.tensors: dict[str, TensorEntry] = {}
         self.blobs: list[str] = []
         self._chunks: dict[str, ChunkIndex] = {}
-        for key, entry in self._metadata.state_dict_metadata.items():
+        self._stored = own_names(metadata.state_dict_metadata)
+        for key, stored in self._stored.items():
+            entry = metadata.state_dict_metadata[stored]
             if isinstance(entry, TensorStorageMetadata):
                 self.tensors[key] = TensorEntry(tuple(entry.size), entry.properties.dtype)
             else:
@@ -328,7 +347,8 @@ class Reader:
     def _plan(
         self, key: str, piece: Piece, padded_dim: int | None
     ) -> Iterator[tuple[MetadataIndex, Any, _Copy]]:
-        entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[key])
+        stored = self._stored[key]
+        entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[stored])
         shape = tuple(piece.local.shape)
         missing = volume(shape)
         copies = []
@@ -342,7 +362,7 @@ class Reader:
             missing -= volume(extent)
             source = _slices(start, extent, chunk.offsets)
             destination = piece.local[_slices(start, extent, piece.offset)]
-            index = MetadataIndex(key, chunk.offsets)
+            index = MetadataIndex(stored, chunk.offsets)
             copies.append((index, self._metadata.storage_data[index], _Copy(source, destination)))
         if missing and padded_dim is not None:
             beyond = piece.offset[padded_dim] + shape[padded_dim] - entry.size[padded_dim]
@@ -358,14 +378,15 @@ class Reader:
         yield from copies
 
     def _tensor(self, index: MetadataIndex, info: Any) -> Tensor:
-        data = io.BytesIO(self._raw(info))
+        data = self._raw(info)
+        what = f"the bytes of {index.fqn} at offset {info.offset}"
+        path = self.directory / info.relative_path
         try:
-            value = torch.load(data, map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise UnusableCheckpointError(
-                f"{self.directory / info.relative_path}: the bytes of {index.fqn} at offset "
-                f"{info.offset} are damaged ({error})."
-            ) from error
+            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            value = safe_pickle.load(data, f"{path}: {what}")  # says what is wrong with it
+        except (RuntimeError, EOFError, ValueError) as error:
+            raise UnusableCheckpointError(f"{path}: {what} are damaged ({error}).") from error
         if not isinstance(value, Tensor):
             raise UnusableCheckpointError(
                 f"{self.directory}: {index.fqn} is not stored as a tensor."
@@ -409,6 +430,8 @@ def _read_index(path: Path) -> Metadata:
             metadata = _IndexUnpickler(file).load()
     except OSError as error:
         raise UnusableCheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
+    except Forbidden as error:
+        raise refusal(str(path), error) from error
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
         raise UnusableCheckpointError(f"{path}: it is not a checkpoint index ({error}).") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from megatron.config import RunConfig
+from megatron.config import ConfigError, Problem, RunConfig
 from megatron.core.backends.registry import choose
 from megatron.core.datasets.source import check_sources
 from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
-from megatron.core.errors import MeshError, complaint
 from megatron.core.fp8 import PrecisionRow
 from megatron.core.mesh import ParallelState
 from megatron.core.pipeline_parallel.layout import checked_schedule
@@ -54,7 +53,9 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
         warning = choose(cfg, torch.device("cpu")).warning
         if warning:
             say(f"WARNING: {warning}")
-    cfg, tokenizer = complete(cfg)
+    planned, tokenizer = complete(cfg)
+    plan = planned.batches()
+    cfg = planned.with_batch(plan.largest)
     _show(say, report.mesh_lines(cfg, check_groups(cfg)))
     check_save(cfg, ParallelState.single(), say, keep=False)
     world = World(cfg)
@@ -67,8 +68,12 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
     )
     say(f"parameters: {stored.parameters:,} in {len(stored.model)} tensors")
     _show_precision(cfg, world.precision_rows(), say)
-    check_samples(cfg)
-    _show(say, report.data_lines(cfg, check_sources(cfg, tokenizer)))
+    for size in sorted(set(plan.sizes)):
+        check_samples(cfg.with_batch(size))
+        checked_schedule(cfg.with_batch(size))
+    _show(say, report.data_lines(cfg, check_sources(planned, tokenizer)))
+    if not plan.constant:
+        say(f"batch sizes: {plan.text()}; figures here are those of the largest")
     say(report.schedule_line(world))
     say(report.checkpoint_line(stored))
     _show(say, filter(None, [report.residual_line(cfg, stored)]))
@@ -108,13 +113,13 @@ def communication(
         send the same.
 
     Raises:
-        MeshError: There is no such rank.
+        ConfigError: There is no such rank.
     """
     if rank is None:
         return World(cfg).communication()
     if not 0 <= rank < cfg.world_size:
         why = f"The run has the ranks 0 to {cfg.world_size - 1}"
-        raise MeshError(complaint("--rank", rank, why, "Choose one of them"))
+        raise ConfigError([Problem(("--rank",), rank, why, "Choose one of them")])
     on_paper = build_rank(cfg, rank)
     actions = checked_schedule(cfg)[on_paper.mesh.pp.rank]
     return [((rank,), Trace(on_paper, actions).communication(actions))]
@@ -126,7 +131,8 @@ def _show(say: Say, text: Iterable[str]) -> None:
 
 
 def _show_precision(cfg: RunConfig, rows: list[PrecisionRow], say: Say) -> None:
-    say(precision_table(precision.summarize(rows).lines))
+    found = precision.summarize(rows, cfg=cfg)
+    say(precision_table(found.lines, shares=found.shares))
     if cfg.fp8_warmup_iters:
         say(f"until iteration {cfg.fp8_warmup_iters} nothing is in FP8 (--fp8-warmup-iters)")
     if not cfg.fp8_allow_fallback:
@@ -146,7 +152,7 @@ def _unchecked(cfg: RunConfig) -> Iterator[str]:
         yield "Transformer Engine: the figures are those of the native layers"
     if cfg.world_size > 1:
         yield "other machines: network, files that are not the same there"
-    if cfg.data_path:
+    if not cfg.mock_data:
         yield "the corpus' tokens, and the index files, which the first real run builds"
     if cfg.load is not None:
         yield "the contents of the checkpoint's files"
