@@ -1,21 +1,20 @@
 #!/usr/bin/env python3
-"""Tokenize JSON lines into the .bin/.idx corpora that training reads.
+"""Tokenize text into the .bin/.idx corpora that training reads.
 
-Every line of the input is a JSON object with a text, or a list of texts, in each of --json-keys.
-A call like
+The input is JSON lines (plain, .gz or .zst) or Parquet: every line is an object with a text, or a
+list of texts, in each of --json-keys. A call like
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model \
         --append-eod --workers 8
 
 writes data/corpus_text_document.bin and .idx; train with --data-path data/corpus_text_document.
+The same call with --resume goes on with a run that was interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import glob
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,9 +24,18 @@ from types import FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.tool_flags import ToolParser, run_tool
-from megatron.core.datasets.preprocess import EncodeOptions, Summary, encode_files
+from megatron.core.datasets.encoding import EncodeOptions
+from megatron.core.datasets.preprocess import Summary, encode_files, measure_rate
+from megatron.core.datasets.text_input import find_inputs
 from megatron.core.datasets.tokenizers import TOKENIZER_TYPES, TokenizerOptions, build_tokenizer
 from megatron.core.errors import DataError, MegatronError, complaint
+
+_SENTENCES = "GPT training packs whole documents, so sentences are not needed"
+REFUSED = {
+    "--split-sentences": _SENTENCES,
+    "--keep-newlines": f"It belongs to --split-sentences. {_SENTENCES}",
+    "--lang": f"It belongs to --split-sentences. {_SENTENCES}",
+}
 
 
 def make_parser() -> ToolParser:
@@ -35,7 +43,10 @@ def make_parser() -> ToolParser:
     parser = ToolParser(description=__doc__)
     data = parser.add_argument_group("input and output")
     data.add_argument(
-        "--input", required=True, help="JSON lines, plain or .gz; a pattern reads all that match"
+        "--input",
+        required=True,
+        nargs="+",
+        help="JSON lines, plain, .gz or .zst, or Parquet: files, folders and quoted patterns",
     )
     data.add_argument("--json-keys", nargs="+", default=["text"], help="fields (default: text)")
     data.add_argument(
@@ -47,6 +58,9 @@ def make_parser() -> ToolParser:
         choices=("error", "skip"),
         default="error",
         help="what to do with a line that cannot be used (default: error)",
+    )
+    data.add_argument(
+        "--resume", action="store_true", help="go on with a run of this output if there is one"
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
@@ -63,13 +77,40 @@ def make_parser() -> ToolParser:
         "--partitions",
         type=int,
         default=1,
-        help="accepted with --keep-sequential-samples, whose order is the only one written here",
+        help="deal lines out to so many parts, which are written one behind the other (default: 1)",
     )
     work.add_argument(
-        "--keep-sequential-samples", action="store_true", help="always on: input order is kept"
+        "--keep-sequential-samples", action="store_true", help="keep the order despite --partitions"
     )
-    work.add_argument("--split-sentences", action="store_true", help="not supported")
+    search = parser.add_argument_group("search for a number of workers")
+    search.add_argument(
+        "--find-optimal-num-workers", action="store_true", help="measure only; nothing is written"
+    )
+    search.add_argument(
+        "--workers-to-check", type=int, nargs="+", default=[16, 32, 64], help="default: 16 32 64"
+    )
+    search.add_argument(
+        "--max-documents", type=int, default=100_000, help="length of a measurement"
+    )
+    for flag in REFUSED:
+        value = {"nargs": 1} if flag == "--lang" else {"nargs": 0}
+        parser.add_argument(flag, action=_Refused, help="not supported", **value)
     return parser
+
+
+class _Refused(argparse.Action):
+    """A flag of Megatron-LM's that has no meaning here."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        """Remember that it was given."""
+        refused = getattr(namespace, "refused", [])
+        namespace.refused = [*refused, option_string]
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -78,51 +119,40 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
         DataError: Says which flag and what to do instead.
     """
-    if args.split_sentences:
-        raise DataError(
-            complaint(
-                "--split-sentences",
-                "given",
-                "GPT training packs whole documents, so sentences are not needed",
-                "Leave the flag out",
-            )
+    for flag in getattr(args, "refused", []):
+        raise DataError(complaint(flag, "it", REFUSED[flag], "Leave the flag out"))
+    counts = {
+        "--log-interval": args.log_interval,
+        "--partitions": args.partitions,
+        "--max-documents": args.max_documents,
+        "--workers-to-check": min(args.workers_to_check),
+    }
+    for flag, value in counts.items():
+        if value < 1:
+            raise DataError(complaint(flag, value, "It is a count", "Use 1 or more"))
+
+
+def find_workers(
+    args: argparse.Namespace, inputs: list[str], settings: TokenizerOptions, options: EncodeOptions
+) -> int:
+    """Measure every number of --workers-to-check and return the fastest."""
+    rates = {}
+    for workers in args.workers_to_check:
+        rates[workers] = measure_rate(
+            inputs, settings, options, workers=workers, max_documents=args.max_documents
         )
-    if args.partitions != 1 and not args.keep_sequential_samples:
-        raise DataError(
-            complaint(
-                "--partitions",
-                args.partitions,
-                "It would deal the lines out to parts and so reorder them, but the input is "
-                "streamed here, with bounded memory and in its own order, whatever its size",
-                "Leave it out, or add --keep-sequential-samples",
-            )
-        )
-    if args.log_interval < 1:
-        raise DataError(
-            complaint("--log-interval", args.log_interval, "It is a count", "Use 1 or more")
-        )
+        print(f"{workers} workers: {rates[workers]:.0f} documents/s", flush=True)
+    best = max(rates, key=lambda workers: rates[workers])
+    print(f"fastest: --workers {best}")
+    return best
 
 
-def find_inputs(pattern: str) -> list[str]:
-    """Return the file, or the files that match a pattern in sorted order.
-
-    Raises:
-        DataError: There is none.
-    """
-    if os.path.exists(pattern):
-        return [pattern]
-    found = sorted(glob.glob(pattern))
-    if not found:
-        raise DataError(
-            complaint("--input", pattern, "No file has this name", "Check the path or the pattern")
-        )
-    return found
-
-
-def run(args: argparse.Namespace) -> Summary:
+def run(args: argparse.Namespace) -> Summary | None:
     """Do what the command line says."""
     check_arguments(args)
-    inputs = find_inputs(args.input)
+    inputs, others = find_inputs(args.input)
+    if others:
+        print(f"{len(others)} files of other kinds left out, e.g. {others[0]}", file=sys.stderr)
     settings = TokenizerOptions(
         tokenizer_type=args.tokenizer_type,
         tokenizer_model=args.tokenizer_model,
@@ -130,23 +160,29 @@ def run(args: argparse.Namespace) -> Summary:
         merge_file=args.merge_file,
         vocab_size=args.vocab_size,
     )
+    options = EncodeOptions(
+        keys=tuple(dict.fromkeys(args.json_keys)),
+        append_eod=args.append_eod,
+        skip_bad_lines=args.on_bad_line == "skip",
+        parts=1 if args.keep_sequential_samples else args.partitions,
+    )
     tokenizer = build_tokenizer(settings)
     print(
         f"tokenizer {tokenizer.name}: vocabulary {tokenizer.vocab_size}, bos {tokenizer.bos}, "
         f"eod {tokenizer.eod}, pad {tokenizer.pad}",
         flush=True,
     )
+    if args.find_optimal_num_workers:
+        find_workers(args, inputs, settings, options)
+        return None
     summary = encode_files(
         inputs,
         args.output_prefix,
         settings,
-        EncodeOptions(
-            keys=tuple(args.json_keys),
-            append_eod=args.append_eod,
-            skip_bad_lines=args.on_bad_line == "skip",
-        ),
+        options,
         workers=args.workers,
         log_interval=args.log_interval,
+        resume=args.resume,
         report=lambda line: print(f"processed {line}", file=sys.stderr, flush=True),
     )
     print(f"done: {summary.rate()}")
@@ -155,11 +191,11 @@ def run(args: argparse.Namespace) -> Summary:
             f"{args.output_prefix}_{key}_document: {documents} documents, "
             f"{summary.tokens[key]} tokens, {summary.empty[key]} empty texts left out"
         )
-    if summary.bad_lines:
-        print(
-            f"{summary.bad_lines} unusable lines left out; the first: {summary.first_bad}",
-            file=sys.stderr,
-        )
+    if summary.bad:
+        print(f"{summary.bad_lines} unusable lines left out:", file=sys.stderr)
+        for reason, count in summary.bad.items():
+            example = summary.examples[reason]
+            print(f"  {count} {reason}; the first: {example}", file=sys.stderr)
     return summary
 
 
@@ -178,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted; no corpus was written, --resume goes on", file=sys.stderr)
         return 130
     return 0
 

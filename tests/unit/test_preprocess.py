@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.datasets import preprocess
+from megatron.core.datasets import encoding, text_input
+from megatron.core.datasets.encoding import EncodeOptions
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.preprocess import EncodeOptions, encode_files
+from megatron.core.datasets.preprocess import encode_files
 from megatron.core.datasets.tokenizers import TokenizerOptions
 from megatron.core.errors import DataError
 
@@ -30,10 +31,13 @@ def write_lines(path, values):
     return path
 
 
-def encode(path, output, tokenizer=BYTES, workers=1, report=lambda line: None, **options):
+def encode(
+    path, output, tokenizer=BYTES, workers=1, report=lambda line: None, resume=False, **options
+):
     paths = path if isinstance(path, list) else [path]
+    options = EncodeOptions(**options)
     return encode_files(
-        paths, output, tokenizer, EncodeOptions(**options), workers=workers, report=report
+        paths, output, tokenizer, options, workers=workers, report=report, resume=resume
     )
 
 
@@ -91,7 +95,7 @@ def many(path, count):
 
 
 def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(preprocess, "CHUNK_LINES", 16)
+    monkeypatch.setattr(text_input, "CHUNK_BYTES", 500)
     path = many(tmp_path / "in.jsonl", 1000)
     lines = []
     encode(path, tmp_path / "one", append_eod=True)
@@ -106,7 +110,7 @@ def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch):
 
 def test_only_a_few_chunks_are_read_ahead(tmp_path, monkeypatch):
     """Memory is bounded because reading waits for the writer."""
-    monkeypatch.setattr(preprocess, "CHUNK_LINES", 1)
+    monkeypatch.setattr(text_input, "CHUNK_BYTES", 1)
     read, written = 0, 0
 
     class Pool:
@@ -119,13 +123,14 @@ def test_only_a_few_chunks_are_read_ahead(tmp_path, monkeypatch):
 
     def chunks():
         nonlocal read
-        for chunk in preprocess._chunks(str(many(tmp_path / "in.jsonl", 100))):
+        paths = [str(many(tmp_path / "in.jsonl", 100))]
+        for chunk in text_input.TextInput(paths, ["text"]).chunks():
             read += 1
             yield chunk
 
-    for chunk in preprocess._in_order(Pool(), chunks(), 8):
+    for chunk in encoding.in_order(Pool(), chunks(), 8):
         written += 1
-        assert chunk.first_line == written
+        assert chunk.first == written
         assert read - written < 8
     assert read == written == 100
 
@@ -166,7 +171,8 @@ def test_bad_lines_can_be_skipped(tmp_path):
     summary = encode(path, tmp_path / "out", skip_bad_lines=True)
     assert documents(tmp_path / "out_text_document") == [[[97]], [[98]]]
     assert summary.bad_lines == len(BAD)
-    assert "in.jsonl:2: " in summary.first_bad
+    assert "in.jsonl:2: " in summary.examples["not JSON"]
+    assert summary.bad["not JSON"] == 1
 
 
 def test_a_bad_line_keeps_the_previous_output(tmp_path):
@@ -233,7 +239,9 @@ def test_flags_that_cannot_be_honoured(tmp_path):
     base += ["--tokenizer-type", "ByteLevelTokenizer"]
     for extra, flag in (
         (["--split-sentences"], "--split-sentences"),
-        (["--partitions", "4"], "--partitions"),
+        (["--lang", "english"], "--lang"),
+        (["--keep-newlines"], "--keep-newlines"),
+        (["--partitions", "0"], "--partitions"),
         (["--workers", "0"], "--workers"),
         (["--log-interval", "0"], "--log-interval"),
     ):
@@ -257,9 +265,9 @@ def start_on_a_pipe(tmp_path, workers):
         text=True,
     )
     pipe = os.open(tmp_path / "pipe", os.O_WRONLY)
-    os.write(pipe, b'{"text": "some text"}\n' * 600)
+    os.write(pipe, b'{"text": "some text"}\n' * 15000)
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("out*tmp*")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob("out.partial/*tokens")) and time.monotonic() < deadline:
         time.sleep(0.01)
     return process, pipe
 
@@ -268,7 +276,7 @@ def start_on_a_pipe(tmp_path, workers):
 def test_an_interrupted_run_leaves_nothing(tmp_path, number):
     process, pipe = start_on_a_pipe(tmp_path, workers=1)
     try:
-        assert list(tmp_path.glob("out*tmp*"))
+        assert list(tmp_path.glob("out.partial/*tokens"))
         process.send_signal(number)
         _, errors = process.communicate(timeout=120)
     finally:

@@ -451,8 +451,6 @@ class IndexedDatasetBuilder:
         for log in self._logs.values():
             log.close()
         self._logs = {}
-        for name in ("lengths", "documents"):
-            self._path(name).unlink()
         return {
             "documents": self._documents,
             "sequences": self._sequences,
@@ -593,3 +591,5 @@ def publish(unfinished: str | os.PathLike[str], prefix: str | os.PathLike[str]) 
     if index.exists():
         os.replace(index, idx_path(prefix))
     sync_directory(idx_path(prefix).parent)
+    for name in ("lengths", "documents"):
+        Path(f"{os.fspath(unfinished)}.{name}").unlink(missing_ok=True)

@@ -88,7 +88,9 @@ def find_inputs(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
     found: list[str] = []
     others: list[str] = []
     for pattern in patterns:
-        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        matches = (
+            [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        )
         if not matches:
             raise _bad_input(pattern, "No file has this name", "Check the path or the pattern")
         for match in matches:
@@ -214,9 +216,7 @@ class TextInput:
 
 
 def _further(place: Position, lines: int, size: int) -> Position:
-    return Position(
-        place.file, place.lines + lines, place.offset + size, place.overall + lines
-    )
+    return Position(place.file, place.lines + lines, place.offset + size, place.overall + lines)
 
 
 def _rows(batch: Any, names: Sequence[str]) -> list[dict[str, Any] | str]:

@@ -32,6 +32,10 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text."""
 
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each of several texts."""
+        return [self.tokenize(text) for text in texts]
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids."""

@@ -33,6 +33,10 @@ class _PackageTokenizer(Tokenizer):
         ids: list[int] = self._model.encode(text).ids
         return ids
 
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each of several texts."""
+        return [encoding.ids for encoding in self._model.encode_batch_fast(list(texts))]
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids, special tokens spelled out."""
         text: str = self._model.decode([int(number) for number in ids], skip_special_tokens=False)
@@ -77,6 +81,9 @@ class HuggingFaceTokenizer(_PackageTokenizer):
                     "A SentencePiece .model belongs to --tokenizer-type SentencePieceTokenizer",
                 )
             ) from error
+        # Some files ask for a length that a model once had; documents are stored as they are.
+        self._model.no_truncation()
+        self._model.no_padding()
         others = [path.parent / name for name in (CONFIG_NAME, SPECIAL_NAME)]
         self.files = (path, *(other for other in others if other.is_file()))
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1

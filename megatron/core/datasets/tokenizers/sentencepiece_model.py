@@ -39,6 +39,12 @@ class SentencePieceTokenizer(Tokenizer):
         ids: list[int] = self._model.encode(text)
         return ids
 
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each of several texts."""
+        # More threads would compete with the processes that preprocessing starts.
+        ids: list[list[int]] = self._model.encode(list(texts), num_threads=1)
+        return ids
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids; begin, end and padding have none."""
         text: str = self._model.decode([int(number) for number in ids])
@@ -71,6 +77,11 @@ class Llama2Tokenizer(SentencePieceTokenizer):
         """Return the ids of a text, with the begin id in front."""
         begin = [] if self.bos is None else [self.bos]
         return begin + super().tokenize(text)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each of several texts, with the begin id in front of each."""
+        begin = [] if self.bos is None else [self.bos]
+        return [begin + ids for ids in super().tokenize_batch(texts)]
 
 
 def _present(number: int) -> int | None:
