@@ -373,7 +373,7 @@ def load_checkpoint(
         loading.note(note)
     _load_weights(loading, _bare(model), optimizer)
     if not weights_only:
-        progress.update(common.get("progress") or _megatron_progress(common))
+        progress.update(counters_of(common))
     peers.attempt(lambda: _load_schedule(loading, optimizer, scheduler))
     for sentence in _of_all_ranks(peers, peers.attempt(lambda: _load_fp8(loading, fp8))):
         loading.note(sentence)
@@ -449,8 +449,10 @@ def with_checkpoint_args(cfg: RunConfig) -> RunConfig:
     return cfg
 
 
-def _megatron_progress(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters of a checkpoint that Megatron-Core wrote."""
+def counters_of(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counters of a checkpoint, for `Progress.update`; Megatron-Core's has some."""
+    if common.get("progress"):
+        return dict(common["progress"])
     args = vars(common["args"]) if isinstance(common.get("args"), argparse.Namespace) else {}
     names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
     return {

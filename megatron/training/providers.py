@@ -201,6 +201,16 @@ def count_parameters(model: torch.nn.Module, mesh: ParallelState) -> int:
     return sum(gather_objects(count, mesh.pp))
 
 
+def data_position(progress: Progress) -> Position:
+    """Return where a run is in its data."""
+    return Position(
+        iteration=progress.iteration,
+        trained=progress.trained_samples,
+        valid=progress.consumed_valid_samples,
+        record=Record.of(progress.data) if progress.data else None,
+    )
+
+
 def setup_sources(
     cfg: RunConfig, tokenizer: Tokenizer, runtime: Runtime, progress: Progress | None = None
 ) -> Sources:
@@ -212,12 +222,5 @@ def setup_sources(
         runtime: Mesh and device.
         progress: How far the run has come.
     """
-    position = None
-    if progress is not None:
-        position = Position(
-            iteration=progress.iteration,
-            trained=progress.trained_samples,
-            valid=progress.consumed_valid_samples,
-            record=Record.of(progress.data) if progress.data else None,
-        )
+    position = None if progress is None else data_position(progress)
     return build_sources(cfg, tokenizer, runtime.mesh, position)
