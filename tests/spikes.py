@@ -9,13 +9,12 @@ import torch
 
 from megatron.config import make_config
 from megatron.config.schema import SPECS
-from megatron.core.datasets.source import Source
+from megatron.core.datasets.source import Source, Sources
 from megatron.core.mesh import ParallelState
 from megatron.observe.bus import Sink
 from megatron.training import providers, trainer
 from megatron.training.initialize import Launch, start
 from megatron.training.parity.outcome import global_weights
-from megatron.training.providers import Sources
 
 SEQ, VOCAB, BATCH = 16, 32, 4
 RUN: dict[str, Any] = {
@@ -110,10 +109,10 @@ def run(samples, launch=None, prepare=None, **fields):
     runtime = start(make_config(world_size=launch.world_size, **settings), launch)
     recorder = Recorder()
 
-    def sources(cfg, tokenizer, runtime):
+    def sources(cfg, tokenizer, runtime, progress):
         made = Source(samples, micro_batch_size=cfg.micro_batch_size,
                       data_parallel_size=runtime.mesh.dp.size)  # fmt: skip
-        valid = made if cfg.eval_interval else None
+        valid = {"": made} if cfg.eval_interval else {}
         return Sources(made, valid, None)
 
     def setup_model(cfg, runtime):

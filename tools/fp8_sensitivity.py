@@ -46,7 +46,10 @@ from megatron.training.sensitivity import (
 )
 from tools.parity import read_config
 
-_DROPPED = ("save", "save_interval", "dry_run", "fake_world_size")
+_DROPPED = (
+    *("save", "save_interval", "dry_run", "fake_world_size"),
+    *("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"),
+)
 _HARM = {"gradient": "gradient error", "loss": "loss change"}
 _ROLES = {"input": Role.INPUT, "weight": Role.WEIGHT, "gradient": Role.GRAD_OUTPUT}
 

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.config import compat, fp8_policy
+from megatron.config import compat, data_mix, fp8_policy
+from megatron.config.batch_size import schedule_of
 from megatron.config.fp8 import published_format
 from megatron.config.placement import PlacementError, virtual_size_of
 from megatron.config.problems import Problem
@@ -21,6 +22,8 @@ DEFAULT_TRAIN_ITERS = 500
 DEFAULT_LR = 1.5e-4
 DEFAULT_VOCAB_SIZE = 50257
 DEFAULT_SPLIT = "969, 30, 1"
+# Rules and plans keep a list with an entry for each of these.
+MOST_LISTED = {"num_layers": 100_000, "fake_world_size": 1_000_000}
 
 
 class Draft:
@@ -58,7 +61,10 @@ class Draft:
             self._take_undeclared(name, value)
             return
         try:
-            self.given[name] = coerce(spec, value)
+            taken = coerce(spec, value)
+            if taken is not None and taken > MOST_LISTED.get(name, taken):
+                raise ValueError(f"There can be at most {MOST_LISTED[name]}")
+            self.given[name] = taken
         except ValueError as error:
             self.broken.add(name)
             self.problems.append(self._refused_value(name, value, str(error)))
@@ -193,10 +199,26 @@ def _derive_experts(c: Draft) -> None:
         c.values["moe_expert_capacity_factor"] = None  # Megatron's spelling of: drop nothing
 
 
+def _derive_batches(c: Draft, step: int) -> None:
+    """Fill the global batch: the last one, of a run in which it changes."""
+    asked = c.global_batch_size
+    with contextlib.suppress(ValueError, TypeError):  # a rule says it
+        if c.step_batch_size_schedule is not None and asked is None:
+            c.values["global_batch_size"] = schedule_of(c).sizes[-1]
+        elif asked is not None and asked >= step and c.decrease_batch_size_if_needed:
+            c.values["global_batch_size"] = asked // step * step
+    c.fill("global_batch_size", step)
+    if asked is not None and c.global_batch_size != asked:
+        c.notices.append(
+            f"decreasing --global-batch-size from {asked} to {c.global_batch_size}, a multiple of"
+            f" what {c.data_parallel_size} replicas read at once"
+        )
+
+
 def _derive_duration(c: Draft) -> None:
     if c.counts("micro_batch_size"):
         step = c.micro_batch_size * c.data_parallel_size
-        c.fill("global_batch_size", step)
+        _derive_batches(c, step)
         c.values["num_microbatches"] = max(1, c.global_batch_size // step)
     if c.train_samples is None:
         if c.train_iters is None:
@@ -205,7 +227,7 @@ def _derive_duration(c: Draft) -> None:
         c.fill("lr_decay_iters", c.train_iters)
     else:
         if c.counts("global_batch_size"):
-            c.fill("train_iters", c.train_samples // c.global_batch_size)
+            c.fill("train_iters", _steps_in(c, c.train_samples))
         c.fill("lr_decay_samples", c.train_samples)
     if c.lr is None:
         c.values["lr"] = DEFAULT_LR
@@ -217,6 +239,13 @@ def _derive_duration(c: Draft) -> None:
         c.values["check_for_nan_in_loss_and_grad"] = False
 
 
+def _steps_in(c: Draft, samples: int) -> int:
+    if c.counts("micro_batch_size", "seq_length"):
+        with contextlib.suppress(ValueError, ZeroDivisionError, TypeError):  # a rule says it
+            return schedule_of(c).steps(0, samples)
+    return int(samples // c.global_batch_size)
+
+
 def _notice_early_end(c: Draft) -> None:
     decays = c.lr_decay_style != "constant" and c.counts("train_iters", "lr_decay_iters")
     if decays and c.lr_decay_iters < c.train_iters:
@@ -226,13 +255,33 @@ def _notice_early_end(c: Draft) -> None:
         )
 
 
+def _derive_corpora(c: Draft) -> None:
+    """Read the files that name corpora."""
+    for name, read in (
+        ("data_args_path", lambda path: {"data_path": data_mix.read_list(path)}),
+        ("per_split_data_args_path", data_mix.read_splits),
+    ):
+        path = c.values[name]
+        if path is None:
+            continue
+        try:
+            c.values.update({n: v for n, v in read(path).items() if not c.given.get(n)})
+        except ValueError as error:
+            fix = "Check the path; it is relative to the current folder"
+            c.problems.append(Problem((SPECS[name].flag,), path, str(error), fix))
+            c.broken.add(name)
+
+
 def _derive_data(c: Draft) -> None:
-    if not c.data_path and not c.mock_data:
+    _derive_corpora(c)
+    corpora = data_mix.corpora_flag(c)
+    unread = c.broken & {"data_args_path", "per_split_data_args_path"}
+    if not corpora and not c.mock_data and not unread:
         c.values["mock_data"] = True
         c.notices.append(
             "NO TRAINING DATA WAS GIVEN: training on synthetic sequences, as with --mock-data"
         )
-    if c.split is None:
+    if c.split is None and not data_mix.per_split(c):
         c.values["split"] = DEFAULT_SPLIT
         if c.data_path:
             c.notices.append(f"no split was given: using --split '{DEFAULT_SPLIT}'")

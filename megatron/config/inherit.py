@@ -15,8 +15,22 @@ SavedConfig = Callable[[str, "int | None"], "Mapping[str, Any] | None"]
 
 # What describes the training itself. Precision in FP8, the layout, files and logs belong to one
 # run of it: leaving the FP8 flags out goes on without FP8.
-_CONTINUED = {"model", "moe", "training", "data"}
-_NEVER = {"exit_interval", "exit_duration_in_mins", "data_cache_path", "padded_vocab_size"}
+_CONTINUED = {"model", "moe", "training", "batch_size", "data", "data_mix"}
+_NEVER = {
+    "exit_interval",
+    "exit_duration_in_mins",
+    "data_cache_path",
+    "padded_vocab_size",
+    # What these files said was saved with the settings that they stand for.
+    "data_args_path",
+    "per_split_data_args_path",
+    "data_mix_change",
+    "num_dataset_builder_threads",
+}
+_CORPORA = {
+    *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
+    *("mock_data", "split", "multiple_validation_sets", "validation_set_names"),
+}
 _LOSS_SCALE = (
     "loss_scale",
     "initial_loss_scale",
@@ -25,6 +39,9 @@ _LOSS_SCALE = (
     "hysteresis",
     "check_for_nan_in_loss_and_grad",
 )
+
+
+_SOURCES = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
 
 
 def _candidates() -> list[str]:
@@ -44,10 +61,17 @@ def _contradicted(fields: Mapping[str, Any], saved: Mapping[str, Any]) -> set[st
         drop |= {name for name in SPECS if name.endswith("_samples")}
     elif by_samples or saved.get("train_samples") is not None:
         drop |= {"train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"}
-    if fields.get("mock_data"):
-        drop |= {"data_path", "split"}
-    if fields.get("data_path"):
-        drop |= {"mock_data", "split"}
+    sources = ("mock_data", *_SOURCES)
+    if any(fields.get(name) for name in sources):
+        drop |= _CORPORA
+    if saved.get("step_batch_size_schedule") is not None:
+        drop.add("global_batch_size")
+    if fields.get("global_batch_size") is not None:
+        drop.add("step_batch_size_schedule")
+    if fields.get("step_batch_size_schedule") is not None:
+        drop |= {"global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed"}
+    if fields.get("train_iters") is not None:
+        drop |= {"rampup_batch_size", "step_batch_size_schedule"}
     if fields.get("fp16"):
         drop.add("bf16")
     if fields.get("bf16"):

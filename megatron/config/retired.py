@@ -57,7 +57,6 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--cross-entropy-fusion-impl": (("native",), "there is one cross entropy"),
     "--no-create-attention-mask-in-dataloader": (ANY, "no mask is built, always so here"),
     "--dataloader-type": (("single",), "data is read in order, always so here"),
-    "--num-dataset-builder-threads": (("1",), "one thread builds index files"),
     "--mid-level-dataset-surplus": (("0.005",), _ALWAYS),
     "--timing-log-level": (("0",), _ALWAYS),
     "--timing-log-option": (("minmax",), _ALWAYS),
@@ -84,7 +83,13 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--cuda-graph-impl": (("none",), _ALWAYS),
     "--data-parallel-sharding-strategy": (("no_shard",), _ALWAYS),
     "--rerun-mode": (("disabled",), _ALWAYS),
-    "--exit-signal": (("SIGTERM", "sigterm"), _ALWAYS),
+    "--use-persistent-ckpt-worker": (ANY, "--async-save writes in a thread of each process"),
+    "--async-strategy": (ANY, "--async-save writes in a thread of each process"),
+    "--verify-integrity": (
+        ANY,
+        "the checksum of every file is recorded and compared when it is loaded, always so here",
+    ),
+    "--non-persistent-local-ckpt-algo": (ANY, "each process writes what it holds"),
     "--empty-unused-memory-level": (("0",), _ALWAYS),
 }
 
@@ -116,9 +121,6 @@ LAUNCHER_FLAGS = (
 
 # Exact flag to (why, fix).
 REFUSED: dict[str, tuple[str, str]] = {
-    "--async-save": ("Saving blocks the run in this release", "Remove it"),
-    "--use-persistent-ckpt-worker": ("It belongs to --async-save", "Remove both"),
-    "--async-strategy": ("It belongs to --async-save", "Remove both"),
     **{
         f"--{off}-tp-comm-split-{what}": (
             "Transformer Engine removed these overlaps in 1.6, in favour of others",
@@ -155,18 +157,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "Tokens travel by the collectives of --distributed-backend",
         "Use --moe-token-dispatcher-type allgather or alltoall",
     ),
-    "--rampup-batch-size": (
-        "The global batch has one size for the whole run",
-        "Remove it and choose --global-batch-size",
-    ),
-    "--step-batch-size-schedule": (
-        "The global batch has one size for the whole run",
-        "Remove it and choose --global-batch-size",
-    ),
-    "--decrease-batch-size-if-needed": (
-        "A batch that does not fit the replicas is an error here, not a smaller batch",
-        "Remove it and choose a --global-batch-size that fits",
-    ),
     "--batch-size": ("It is ambiguous", "Use --micro-batch-size"),
     "--warmup": ("It is ambiguous", "Use --lr-warmup-fraction"),
     "--model-parallel-size": ("It is ambiguous", "Use --tensor-model-parallel-size"),
@@ -186,10 +176,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--no-position-embedding": (
         "Positions are chosen by one flag here",
         "Use --position-embedding-type rope or none",
-    ),
-    "--data-args-path": (
-        "Long lists of datasets have a place in YAML here",
-        "Put data_path into a file and pass it with --config",
     ),
     "--rotary-interleaved": (
         "Rotary positions rotate halves of a head, not neighbours",

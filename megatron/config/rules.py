@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from megatron.config import (
+    rules_batch,
     rules_data,
     rules_fp8,
     rules_fp8_attention,
     rules_fp8_stats,
     rules_guards,
+    rules_mix,
     rules_model,
     rules_moe,
     rules_overlap,
     rules_parallel,
     rules_pipeline,
     rules_replicas,
+    rules_saving,
     rules_training,
 )
 from megatron.config.draft import Draft
@@ -33,9 +36,12 @@ _LISTED = (
     rules_replicas,
     rules_overlap,
     rules_pipeline,
+    rules_batch,
     rules_training,
     rules_fp8_stats,
     rules_data,
+    rules_mix,
+    rules_saving,
 )
 _MODULES = [m.__name__ for m in _LISTED]
 RULES.sort(key=lambda one: _MODULES.index(one.__module__))

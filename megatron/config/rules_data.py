@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.data_mix import corpora_flag
 from megatron.config.draft import Draft
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import SPECS, flag_of
@@ -39,6 +40,8 @@ def one_data_source(c: Draft) -> Iterator[Problem]:
 @rule
 def split_is_readable(c: Draft) -> Iterator[Problem]:
     """--split holds one to three numbers, not all zero."""
+    if c.split is None:
+        return
     try:
         split_weights(c.split)
     except ValueError as error:
@@ -72,12 +75,13 @@ def tokenizer_has_its_files(c: Draft) -> Iterator[Problem]:
                     "This tokenizer is read from a vocabulary and a list of merges",
                     f"Add {flag_of(name)}",
                 )
-    if c.data_path and not c.was_given("tokenizer_type", "tokenizer_model", "vocab_file"):
+    corpora = corpora_flag(c)
+    if corpora and not c.was_given("tokenizer_type", "tokenizer_model", "vocab_file"):
         if c.was_given("vocab_size"):
             return
         yield Problem(
-            ("--tokenizer-type", "--data-path"),
-            f"nothing and {' '.join(c.data_path)}",
+            ("--tokenizer-type", corpora),
+            f"nothing and {' '.join(c.data_path or c.train_data_path or ['a corpus'])}",
             "The model's vocabulary follows from the tokenizer that made the data",
             "Name that tokenizer, or give --vocab-size with --tokenizer-type NullTokenizer",
         )

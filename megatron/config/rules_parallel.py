@@ -200,23 +200,6 @@ def cp_levels_fill_the_axis(c: Draft) -> Iterator[Problem]:
 
 
 @rule
-def batch_fills_the_replicas(c: Draft) -> Iterator[Problem]:
-    """The global batch is a multiple of microbatch size * replicas."""
-    if not c.counts("micro_batch_size", "global_batch_size"):
-        return
-    step = c.micro_batch_size * c.data_parallel_size
-    if c.global_batch_size % step:
-        below = c.global_batch_size // step * step
-        near = [str(n) for n in (below, below + step) if n > 0]
-        yield Problem(
-            ("--global-batch-size", "--micro-batch-size"),
-            f"{c.global_batch_size} and {c.micro_batch_size} with {c.data_parallel_size} replicas",
-            "Every replica runs the same number of whole microbatches",
-            f"Set --global-batch-size {' or '.join(near)}",
-        )
-
-
-@rule
 def param_gather_has_an_optimizer_and_reduced_gradients(c: Draft) -> Iterator[Problem]:
     """--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce."""
     needed = ("use_distributed_optimizer", "overlap_grad_reduce")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.batch_size import replicas_step
 from megatron.config.draft import Draft
 from megatron.config.placement import PlacementError, stages_of
 from megatron.config.problems import Problem, rule
+from megatron.config.rules_batch import plan_of
 from megatron.config.schema import flag_of
 
 _WAYS_TO_INTERLEAVE = (
@@ -114,10 +116,13 @@ def microbatches_fill_the_groups(c: Draft) -> Iterator[Problem]:
             "Virtual stages are interleaved by the schedule 1f1b",
             "Use --pipeline-schedule 1f1b, or one stage a rank",
         )
-    count = c.num_microbatches
     group = c.microbatch_group_size_per_virtual_pipeline_stage or pp
-    rest = count % group if group > 0 else 0
-    if group < pp or count < group or 0 < rest < pp:
+    plan = plan_of(c)
+    sizes = plan.sizes if plan is not None else ()
+    for count in [size // replicas_step(c) for size in sizes] or [c.num_microbatches]:
+        rest = count % group if group > 0 else 0
+        if not (group < pp or count < group or 0 < rest < pp):
+            continue
         step = c.micro_batch_size * c.data_parallel_size * pp
         yield Problem(
             ("--global-batch-size", group_flag, "--pipeline-model-parallel-size"),
@@ -126,3 +131,4 @@ def microbatches_fill_the_groups(c: Draft) -> Iterator[Problem]:
             " in the last group too",
             f"Make --global-batch-size a multiple of {step} and leave {group_flag} out",
         )
+        return

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.draft import Draft
 from megatron.config.problems import Problem, rule
+from megatron.config.rules_batch import plan_of
 from megatron.config.schema import SPECS, flag_of
 
 _BY_ITERS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
@@ -46,13 +47,15 @@ def seed_fits_the_generators(c: Draft) -> Iterator[Problem]:
 
 @rule
 def samples_make_a_step(c: Draft) -> Iterator[Problem]:
-    """--train-samples is at least one global batch."""
-    if c.counts("train_samples", "global_batch_size") and c.train_samples < c.global_batch_size:
+    """--train-samples is at least one global batch, the first one if it changes."""
+    plan = plan_of(c)
+    first = c.global_batch_size if plan is None else plan.sizes[0]
+    if c.counts("train_samples", "global_batch_size") and c.train_samples < first:
         yield Problem(
             ("--train-samples", "--global-batch-size"),
-            f"{c.train_samples} and {c.global_batch_size}",
+            f"{c.train_samples} and {first}",
             "That is less than one optimizer step",
-            f"Set --train-samples to at least {c.global_batch_size}",
+            f"Set --train-samples to at least {first}",
         )
 
 

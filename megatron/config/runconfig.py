@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.batch_size import BatchSchedule, BatchSizeConfig, replicas_step, schedule_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.data_mix import DataMixConfig
 from megatron.config.draft import Draft, derive
 from megatron.config.fp8 import Fp8Config
 from megatron.config.fp8_attention import Fp8AttentionConfig
@@ -49,7 +51,9 @@ class RunConfig:
     parallel: ParallelConfig
     fp8_dp: Fp8ReplicasConfig
     training: TrainingConfig
+    batch_size: BatchSizeConfig
     data: DataConfig
+    data_mix: DataMixConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     run: RuntimeConfig
@@ -83,6 +87,20 @@ class RunConfig:
         world_size = fields.pop("world_size", self.parallel.world_size)
         merged = {**self.given, **fields}
         return finalize({k: v for k, v in merged.items() if v is not None}, world_size)
+
+    def batches(self) -> BatchSchedule:
+        """Return the plan of the global batch, which has one size unless it was said otherwise."""
+        return schedule_of(self)
+
+    def with_batch(self, size: int) -> RunConfig:
+        """Return this configuration for one stage of the plan of batch sizes.
+
+        Args:
+            size: Global batch; a multiple of what all replicas read at once.
+        """
+        count = size // replicas_step(self)
+        stage = dataclasses.replace(self.training, global_batch_size=size, num_microbatches=count)
+        return dataclasses.replace(self, training=stage)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as a plain value (tuples become lists), derived ones included."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from megatron.config.batch_size import BatchSizeConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.data_mix import DataMixConfig
 from megatron.config.field import Spec, specs_of
 from megatron.config.fp8 import Fp8Config
 from megatron.config.fp8_attention import Fp8AttentionConfig
@@ -27,7 +29,9 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelConfig,
     "fp8_dp": Fp8ReplicasConfig,
     "training": TrainingConfig,
+    "batch_size": BatchSizeConfig,
     "data": DataConfig,
+    "data_mix": DataMixConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
     "run": RuntimeConfig,

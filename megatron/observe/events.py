@@ -180,12 +180,19 @@ class EvalEnd:
         iteration: Training iteration after which it ran.
         losses: Name to token-weighted mean over the evaluation.
         consumed_samples: Training sequences read when it ran.
+        name: The validation set, if there are several.
     """
 
     prefix: str
     iteration: int
     losses: Mapping[str, float]
     consumed_samples: int = 0
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        """``validation``, with the name of the set if it has one."""
+        return f"validation-{self.name}" if self.name else "validation"
 
 
 @dataclass(frozen=True)
@@ -257,10 +264,12 @@ class Incident:
     Attributes:
         what: One sentence.
         where: Which part says so, e.g. ``sink tensorboard``.
+        shared: Whether every rank says the same, so that the console shows it once.
     """
 
     what: str
     where: str = ""
+    shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def perplexity(loss: float) -> float:
 
 def validation_lines(event: EvalEnd) -> str:
     """Return the validation result between two rules of its own length."""
-    line = f" validation loss at {event.prefix} | "
+    line = f" {event.title} loss at {event.prefix} | "
     for name, value in event.losses.items():
         line += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
     rule = "-" * (len(line) + 1)

@@ -63,6 +63,8 @@ class ConsoleSink:
     def handle(self, event: Event) -> None:
         """Print what this rank prints of `event`."""
         if isinstance(event, Incident):
+            if event.shared and not self._first:
+                return
             where = f"{event.where}: " if event.where else ""
             print(f"WARNING: {where}{event.what}", file=sys.stderr, flush=True)
         elif isinstance(event, MemoryUse):
@@ -155,7 +157,7 @@ class DlloggerSink:
         elif isinstance(event, IntervalEnd):
             self._write(event.last.iteration, dict(_interval_figures(event)))
         elif isinstance(event, EvalEnd):
-            figures = {f"validation {n}": v for n, v in event.losses.items()}
+            figures = {f"{event.title} {n}": v for n, v in event.losses.items()}
             self._write(event.iteration, {"at": event.prefix, **figures})
         elif not isinstance(event, Message | StepEnd | MemoryUse):
             self._write([], {type(event).__name__: _plain(event)})
@@ -278,9 +280,9 @@ class ScalarSink:
 
     def _write_evaluation(self, event: EvalEnd) -> None:
         for name, value in event.losses.items():
-            figures = {f"{name} validation": value}
+            figures = {f"{name} {event.title}": value}
             if self._cfg.log_validation_ppl_to_tensorboard:
-                figures[f"{name} validation ppl"] = perplexity(value)
+                figures[f"{name} {event.title} ppl"] = perplexity(value)
             for title, figure in figures.items():
                 self._write(title, figure, event.iteration)
                 self._write(f"{title} vs samples", figure, event.consumed_samples)

@@ -50,13 +50,16 @@ class MoeStep:
         self._layers = [i for i, has_experts in enumerate(moe_layers(cfg)) if has_experts]
         kinds = [*auxiliary_losses(cfg), *(["z_loss"] if cfg.moe_z_loss_coeff else [])]
         self._names = [LOG_NAMES[kind] for kind in kinds]
+        self._microbatches = 0  # of all replicas, in the current step
 
     @property
     def needs_tokens(self) -> bool:
         """Whether `start` has to know the tokens of the step beforehand."""
         return bool(self._names)
 
-    def start(self, local_tokens: torch.Tensor | None, backward_scale: float) -> None:
+    def start(
+        self, local_tokens: torch.Tensor | None, backward_scale: float, num_microbatches: int
+    ) -> None:
         """Begin a step. Collective if there are losses.
 
         Gradients are sums over tokens until the end of the step, where they are divided by the
@@ -66,12 +69,13 @@ class MoeStep:
         Args:
             local_tokens: Unmasked tokens of this rank's microbatches; None if not needed.
             backward_scale: Factor on every gradient (the loss scale).
+            num_microbatches: Microbatches of one replica in this step.
         """
         scale = backward_scale
+        self._microbatches = num_microbatches * self._mesh.dp.size
         if local_tokens is not None:
             tokens = all_reduce_(local_tokens.double().reshape(1), self._mesh.dp_cp, part=LOSS)
-            microbatches = self._cfg.num_microbatches * self._mesh.dp.size
-            scale *= max(number(tokens), 1.0) / microbatches
+            scale *= max(number(tokens), 1.0) / self._microbatches
         self._state.start(scale)
 
     def finish(self, taken: bool) -> MoeReport:
@@ -94,7 +98,7 @@ class MoeStep:
         return MoeReport() if both.is_meta else self._report(losses.cpu(), loads.cpu())
 
     def _report(self, losses: torch.Tensor, loads: torch.Tensor) -> MoeReport:
-        each = losses[:, self._layers] / (self._cfg.num_microbatches * self._mesh.dp.size)
+        each = losses[:, self._layers] / self._microbatches
         shares = loads[self._layers] / loads[self._layers].sum(-1, keepdim=True).clamp(min=1.0)
         entropy = torch.special.entr(shares).sum(-1) / max(math.log(loads.shape[1]), 1e-12)
         figures = {"moe/load_entropy": float(entropy.mean())}

@@ -87,6 +87,11 @@ def flops_per_sequence(shape: Shape) -> float:
     return shape.seq_length * sum(terms_per_token(shape).values())
 
 
-def flops_per_iteration(cfg: RunConfig) -> float:
-    """Return the FLOPs of one optimizer step over all ranks."""
-    return float(cfg.global_batch_size * flops_per_sequence(Shape.of(cfg)))
+def flops_per_iteration(cfg: RunConfig, batch_size: int | None = None) -> float:
+    """Return the FLOPs of one optimizer step over all ranks.
+
+    Args:
+        cfg: The configuration.
+        batch_size: Global batch of the step, if it changes during the run.
+    """
+    return float((batch_size or cfg.global_batch_size) * flops_per_sequence(Shape.of(cfg)))

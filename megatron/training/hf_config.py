@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
-from megatron.training import hf_moe
+from megatron.training import hf_moe, hf_quantization
 
 Fields = dict[str, Any]
 
@@ -139,12 +139,9 @@ def fields_from_hf(config: Mapping[str, Any], source: object = "config.json") ->
     refused.check(
         ARCHITECTURES[kind] in names, "architectures", names, f"only {ARCHITECTURES[kind]} is known"
     )
-    refused.check(
-        config.get("quantization_config") is None,
-        "quantization_config",
-        config.get("quantization_config"),
-        "the weights must be dequantized first",
-    )
+    if config.get("quantization_config") is not None:
+        for name, got, why in hf_quantization.unreadable(config["quantization_config"]):
+            refused.check(False, f"quantization_config.{name}".rstrip("."), got, why)
     if not _numbers_fit(config, refused, gpt2=kind == "gpt2"):
         refused.settle()
     fields = _gpt2_fields(config, refused) if kind == "gpt2" else _llama_fields(config, refused)

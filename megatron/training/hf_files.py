@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from megatron.core.errors import CheckpointError, complaint
 from megatron.training.hf_config import unusable
+from megatron.training.safetensors_file import (
+    Entry,
+    Planned,
+    read_header,
+    read_tensor,
+    write_file,
+)
 
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
+KEPT_CONFIG = "huggingface_config.json"  # see hf_kept; only conversions write it
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,8 +36,12 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "spiece.model",
+    "tekken.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
+    KEPT_CONFIG,
 )
 
 
@@ -39,14 +49,25 @@ class HfWeights:
     """The tensors of a HuggingFace directory, read one at a time."""
 
     def __init__(self, directory: Path) -> None:
-        """Find the weight files.
+        """Find the weight files and read their headers.
 
         Raises:
-            CheckpointError: There are none, or the index names a file that is missing.
+            CheckpointError: There are none, one is damaged, or they do not fit their index.
         """
         self.directory = directory
         self._file_of = _locate(directory)
+        self._headers: dict[str, dict[str, Entry]] = {}
         self._cached: tuple[str, Mapping[str, Tensor]] = ("", {})
+        for file in dict.fromkeys(self._file_of.values()):
+            if file.endswith(".safetensors"):
+                self._headers[file] = read_header(directory / file)
+        absent = [
+            f"{name} ({file})"
+            for name, file in self._file_of.items()
+            if file in self._headers and name not in self._headers[file]
+        ]
+        if absent:
+            raise unusable(f"{directory}: the index names tensors that are not there: {absent[:6]}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -54,8 +75,8 @@ class HfWeights:
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
-    def get(self, name: str) -> Tensor:
-        """Read one tensor.
+    def get(self, name: str, rows: slice | None = None) -> Tensor:
+        """Read one tensor, or some of its rows.
 
         Raises:
             CheckpointError: It is not there, or its file is damaged.
@@ -64,27 +85,27 @@ class HfWeights:
         if file is None:
             raise unusable(f"{self.directory} has no tensor {name!r}")
         path = self.directory / file
-        try:
-            if file.endswith(".safetensors"):
-                with safetensors.safe_open(path, framework="pt") as opened:
-                    tensor: Tensor = opened.get_tensor(name)
-                return tensor
-            if self._cached[0] != file:
-                self._cached = (file, _load_bin(path))
-            return self._cached[1][name]
-        except (OSError, safetensors.SafetensorError, KeyError) as error:
-            raise unusable(f"{path}: {name} cannot be read ({error})") from error
+        if file in self._headers:
+            return read_tensor(path, name, self._headers[file][name], rows)
+        if self._cached[0] != file:
+            self._cached = (file, _load_bin(path))
+        tensor = self._cached[1].get(name)
+        if not isinstance(tensor, Tensor):
+            raise unusable(f"{path} has no tensor {name!r}, though the index says so")
+        return (tensor if rows is None else tensor[rows]).clone()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, from the header where there is one."""
-        file = self._file_of[name]
-        if not file.endswith(".safetensors"):
-            return tuple(self.get(name).shape)
-        try:
-            with safetensors.safe_open(self.directory / file, framework="pt") as opened:
-                return tuple(opened.get_slice(name).get_shape())
-        except (OSError, safetensors.SafetensorError) as error:
-            raise unusable(f"{self.directory / file}: {name} cannot be read ({error})") from error
+        entry = self._entry(name)
+        return tuple(self.get(name).shape) if entry is None else entry.shape
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return a tensor's type, None if PyTorch has none for it."""
+        entry = self._entry(name)
+        return self.get(name).dtype if entry is None else entry.dtype
+
+    def _entry(self, name: str) -> Entry | None:
+        return self._headers.get(self._file_of[name], {}).get(name)
 
 
 def _locate(directory: Path) -> dict[str, str]:
@@ -96,16 +117,15 @@ def _locate(directory: Path) -> dict[str, str]:
                 files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise unusable(f"{path} is no index of weight files ({error!r})") from error
-            missing = sorted({str(f) for f in files.values() if not (directory / str(f)).is_file()})
+            outside = sorted({str(f) for f in files.values() if Path(str(f)).name != f})
+            if outside:
+                raise unusable(f"{path} names files outside of its directory: {outside}")
+            missing = sorted({f for f in files.values() if not (directory / f).is_file()})
             if missing:
                 raise unusable(f"{path} names files that are missing: {missing}")
             return files
     if (directory / SAFE).is_file():
-        try:
-            with safetensors.safe_open(directory / SAFE, framework="pt") as opened:
-                return dict.fromkeys(opened.keys(), SAFE)
-        except safetensors.SafetensorError as error:
-            raise unusable(f"{directory / SAFE} is damaged ({error})") from error
+        return dict.fromkeys(read_header(directory / SAFE), SAFE)
     if (directory / BIN).is_file():
         return dict.fromkeys(_load_bin(directory / BIN), BIN)
     raise CheckpointError(
@@ -120,29 +140,13 @@ def _locate(directory: Path) -> dict[str, str]:
 
 def _load_bin(path: Path) -> Mapping[str, Tensor]:
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        # Files in the older format, before torch 1.6, cannot be mapped.
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise unusable(f"{path} is damaged or no plain weight file ({error})") from error
     if not isinstance(loaded, dict):
         raise unusable(f"{path} holds no dictionary of tensors")
     return loaded
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A tensor to be written: what it will be called, and how to get it when its turn comes.
-
-    Attributes:
-        name: Its name.
-        shape: Its shape.
-        make: Supplies it.
-        dtype: The type that it is written in; None for that of the others.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    make: Callable[[], Tensor]
-    dtype: torch.dtype | None = None
 
 
 def write_weights(
@@ -153,7 +157,7 @@ def write_weights(
 ) -> list[str]:
     """Write tensors as one safetensors file, or as shards with an index.
 
-    Only one shard is held in memory.
+    Only one tensor is held in memory.
 
     Args:
         directory: An existing directory.
@@ -179,19 +183,13 @@ def write_weights(
     for number, shard in enumerate(shards, start=1):
         single = len(shards) == 1
         name = SAFE if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        content = {p.name: _own(p.make(), p.dtype or dtype) for p in shard}
-        safetensors.torch.save_file(content, directory / name, metadata={"format": "pt"})
+        write_file(directory / name, shard, dtype)
         weight_map.update({p.name: name for p in shard})
         names.append(name)
     if len(shards) > 1:
         index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / SAFE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return names
-
-
-def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A converted copy with memory of its own, which the file format insists on."""
-    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
 
 
 def tokenizer_files(directory: Path) -> dict[str, Path]:

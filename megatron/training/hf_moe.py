@@ -53,6 +53,7 @@ SIZES = {
         "n_shared_experts",
     ),
 }
+PREDICTING = ("glm4_moe",)  # families whose files may have layers behind the last one
 BALANCING = "moe_router_load_balancing_type"
 _DENSE_FIRST = "first_k_dense_replace"
 _SPARSE_LISTS = ("qwen2_moe", "qwen3_moe")  # name their dense layers one by one

@@ -7,8 +7,7 @@ part of the first layer whose output differs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,24 +23,19 @@ from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training import hf_probe
 from megatron.training.checkpoint_config import (
     ARCHITECTURE,
     read_common,
     saved_settings,
     stacking_of,
 )
-from megatron.training.hf_convert import (
-    DTYPES,
-    HfSource,
-    MegatronSource,
-    Source,
-    config_of,
-)
-from megatron.training.hf_rows import every_tensor
+from megatron.training.hf_convert import DTYPES, config_of, planned_tensors
+from megatron.training.hf_fp8 import Exporter
+from megatron.training.hf_rows import OUTSIDE, every_tensor
+from megatron.training.hf_sources import HfSource, MegatronSource, Source
+from megatron.training.hf_stream import Streamed
 
-# Both sides sum the same products in fp32 in different orders; logits of trained models reach some
-# tens, and 1e-4 is a few units in the last place of their intermediate sums.
-TOLERANCE = 1e-4
 _PROMPTS, _LENGTH, _SEED = 2, 32, 20240501
 
 
@@ -61,6 +55,21 @@ class Report:
     same_greedy: float
     tokens: int
 
+    @classmethod
+    def of(cls, own: Tensor, other: Tensor) -> Report:
+        """Compare logits ``[b, s, v]``."""
+        return cls(
+            float((own - other).abs().max()),
+            float(other.abs().max()),
+            float((own.argmax(-1) == other.argmax(-1)).float().mean()),
+            own.shape[0] * own.shape[1],
+        )
+
+    @property
+    def good(self) -> bool:
+        """Whether they agree within the tolerance; a NaN does not."""
+        return self.max_difference <= hf_probe.TOLERANCE * max(1.0, self.max_logit / 10)
+
     def line(self) -> str:
         """Say it in one line."""
         return (
@@ -77,7 +86,15 @@ def prompts(vocab_size: int, max_length: int) -> Tensor:
     return torch.randint(0, vocab_size, (_PROMPTS, length), generator=generator)
 
 
-def verify(megatron: Path, huggingface: Path, dtype: str, vocab_size: int | None = None) -> Report:
+def verify(
+    megatron: Path,
+    huggingface: Path,
+    dtype: str,
+    vocab_size: int | None = None,
+    *,
+    fp8: Exporter | None = None,
+    streamed: bool = False,
+) -> Report:
     """Compare a checkpoint with a HuggingFace directory.
 
     Args:
@@ -86,15 +103,42 @@ def verify(megatron: Path, huggingface: Path, dtype: str, vocab_size: int | None
         dtype: ``fp32``, ``bf16`` or ``fp16``: the type that the conversion wrote. Weights are
             rounded to it on both sides and everything is computed in fp32.
         vocab_size: Vocabulary without padding; default from the checkpoint.
+        fp8: What quantized the directory, if it was quantized: codes and scales are made again
+            and compared, and both models compute with the dequantized weights.
+        streamed: Whether the models are run layer by layer, in the memory of one layer.
 
     Raises:
         CheckpointError: They differ; names the first tensor or the first part of the model.
     """
-    stored = MegatronSource(Reader(megatron), vocab_size)
-    _compare_tensors(stored, HfSource(huggingface), DTYPES[dtype])
-    ours = load_ours(megatron, dtype, vocab_size)
-    theirs = load_theirs(huggingface, dtype)
-    return compare_models(ours, theirs)
+    stored, other = MegatronSource(Reader(megatron), vocab_size), HfSource(huggingface)
+    if fp8 is not None:
+        _compare_codes(stored, other, DTYPES[dtype], fp8)
+    else:
+        _compare_tensors(stored, other, DTYPES[dtype])
+    if fp8 is None and not streamed and not len(other.weights):
+        return compare_models(
+            load_ours(megatron, dtype, vocab_size), load_theirs(huggingface, dtype)
+        )
+    # In an export both sides have its dequantized weights, which no other type holds exactly.
+    source: Source = stored if fp8 is None else other
+    exact = torch.float32 if fp8 is not None else DTYPES[dtype]
+    models = Streamed(source, other, exact, import_transformers())
+    limit = other.fields["max_position_embeddings"]
+    own, theirs, where = models.logits(prompts(other.fields["vocab_size"], limit))
+    report = Report.of(own, theirs)
+    if where is not None or not report.good:
+        raise _wrong(report.line(), _explained(where))
+    return report
+
+
+def _compare_codes(stored: Source, other: HfSource, dtype: torch.dtype, fp8: Exporter) -> None:
+    """Quantize again and compare all that was written, bit by bit."""
+    for planned in planned_tensors(stored, other.model_type, fp8):
+        made = planned.make().to(planned.dtype or dtype)
+        got = other.weights.stored(other.name_of(planned.name, OUTSIDE))
+        same = made.dtype == got.dtype and made.shape == got.shape
+        if not same or not torch.equal(made.view(torch.uint8), got.view(torch.uint8)):
+            raise _wrong(f"other values of {planned.name}", "It is not what was to be written")
 
 
 def _compare_tensors(stored: Source, other: HfSource, dtype: torch.dtype) -> None:
@@ -195,20 +239,25 @@ def compare_models(ours: GPTModel, theirs: nn.Module, tokens: Tensor | None = No
     if tokens is None:
         tokens = prompts(vocabulary, ours.config.max_position_embeddings)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    with _recorded(_our_parts(ours)) as left, _recorded(_their_parts(theirs)) as right:
+    left_parts, right_parts = _parts(ours, theirs)
+    with hf_probe.recorded(left_parts) as left, hf_probe.recorded(right_parts) as right:
         own = ours(tokens, positions)[..., :vocabulary].float()
         other = theirs(input_ids=tokens).logits.float()
-    difference = float((own - other).abs().max())
-    report = Report(
-        difference,
-        float(other.abs().max()),
-        float((own.argmax(-1) == other.argmax(-1)).float().mean()),
-        tokens.numel(),
-    )
-    # A NaN compares false with everything: ask for what must hold.
-    if not difference <= TOLERANCE * max(1.0, report.max_logit / 10):
-        raise _wrong(report.line(), _first_difference(left, right))
+    report = Report.of(own, other)
+    if not report.good:
+        where = hf_probe.first_difference(left, right)
+        raise _wrong(report.line(), _explained(where, ours, theirs))
     return report
+
+
+def _explained(where: str | None, ours: Any = None, theirs: Any = None) -> str:
+    if where is None:
+        return "All layers agree; the output layer differs"
+    number = re.match(r"the MLP of layer (\d+)", where)
+    if number and ours is not None:
+        i = int(number[1])
+        where += hf_probe.wrong_expert(ours.decoder.layers[i], _their_layers(theirs)[i])
+    return f"The first part that differs is {where}"
 
 
 def _wrong(got: str, why: str) -> CheckpointError:
@@ -216,71 +265,23 @@ def _wrong(got: str, why: str) -> CheckpointError:
     return CheckpointError(complaint("--verify", got, why, fix))
 
 
-def _first_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> str:
-    for part, own in left.items():
-        other = right.get(part)
-        if other is None:
-            continue
-        allowed = TOLERANCE * max(1.0, float(other.abs().max()))
-        difference = float((own - other).abs().max())
-        if not difference <= allowed:
-            return f"The first part that differs is {part} (by up to {difference:.2e})"
-    return "All layers agree; the output layer differs"
+def _their_layers(model: Any) -> Any:
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
 
-def _our_parts(model: GPTModel) -> dict[str, tuple[nn.Module, Callable[[Any], Tensor]]]:
-    def batch_first(out: Any) -> Tensor:
-        return _tensor(out).transpose(0, 1)
-
-    embedding: Any = model.embedding
-    parts: dict[str, tuple[nn.Module, Callable[[Any], Tensor]]] = {
-        "the embedding": (embedding, batch_first)
-    }
-    decoder: Any = model.decoder
-    for i, layer in enumerate(decoder.layers):
-        parts[f"the attention of layer {i}"] = (layer.self_attention, batch_first)
-        parts[f"the MLP of layer {i}"] = (layer.mlp, batch_first)
-    parts["the final norm"] = (decoder.final_layernorm, batch_first)
-    return parts
+def _parts(ours: Any, theirs: Any) -> tuple[hf_probe.Parts, hf_probe.Parts]:
+    gpt2 = hasattr(theirs, "transformer")
+    base = theirs.transformer if gpt2 else theirs.model
+    sizes = hf_probe.sizes_of(ours)
+    left = {"the embedding": hf_probe.Part(ours.embedding, hf_probe.batch_first)}
+    right = {"the embedding": hf_probe.Part(base.drop if gpt2 else base.embed_tokens, _same)}
+    for i, (own, other) in enumerate(zip(ours.decoder.layers, _their_layers(theirs), strict=True)):
+        left |= hf_probe.our_layer(own, i, sizes, gpt2)
+        right |= hf_probe.their_layer(other, i, gpt2)
+    left["the final norm"] = hf_probe.Part(ours.decoder.final_layernorm, hf_probe.batch_first)
+    right["the final norm"] = hf_probe.Part(base.ln_f if gpt2 else base.norm, _same)
+    return left, right
 
 
-def _their_parts(model: Any) -> dict[str, tuple[nn.Module, Callable[[Any], Tensor]]]:
-    gpt2 = hasattr(model, "transformer")
-    base = model.transformer if gpt2 else model.model
-    parts: dict[str, tuple[nn.Module, Callable[[Any], Tensor]]] = {
-        "the embedding": (base.drop if gpt2 else base.embed_tokens, _tensor)
-    }
-    for i, layer in enumerate(base.h if gpt2 else base.layers):
-        parts[f"the attention of layer {i}"] = (layer.attn if gpt2 else layer.self_attn, _tensor)
-        mlp = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
-        parts[f"the MLP of layer {i}"] = (mlp, _tensor)
-    parts["the final norm"] = (base.ln_f if gpt2 else base.norm, _tensor)
-    return parts
-
-
-def _tensor(out: Any) -> Tensor:
-    first: Tensor = out[0] if isinstance(out, (tuple, list)) else out
-    return first
-
-
-@contextmanager
-def _recorded(
-    parts: Mapping[str, tuple[nn.Module, Callable[[Any], Tensor]]],
-) -> Iterator[dict[str, Tensor]]:
-    """Keep the outputs of modules, in the order of ``parts``."""
-    outputs: dict[str, Tensor] = {}
-
-    def keep(name: str, view: Callable[[Any], Tensor]) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, out: Any) -> None:
-            outputs[name] = view(out).detach().float().clone()
-
-        return hook
-
-    handles = [m.register_forward_hook(keep(name, view)) for name, (m, view) in parts.items()]
-    ordered: dict[str, Tensor] = {}
-    try:
-        yield ordered
-    finally:
-        for handle in handles:
-            handle.remove()
-        ordered.update({name: outputs[name] for name in parts if name in outputs})
+def _same(out: Tensor) -> Tensor:
+    return out

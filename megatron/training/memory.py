@@ -144,7 +144,7 @@ def theoretical_bytes(cfg: RunConfig) -> tuple[float, float]:
     ends = 8.0 * tokens + tokens * h
     if pp == 1:
         ends += 4.0 * tokens * h * (1.0 + cfg.padded_vocab_size / h)
-    in_flight = cfg.num_microbatches
+    in_flight = cfg.batches().largest // (cfg.micro_batch_size * cfg.data_parallel_size)
     if cfg.pipeline_schedule != "gpipe":  # zb-h1 keeps as many on every rank
         virtual = cfg.virtual_pipeline_model_parallel_size
         # Virtual stages keep 1 + (p - 1) / (p v) as much (Narayanan et al., SC 2021).

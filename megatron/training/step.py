@@ -143,6 +143,21 @@ def run_stage(
     return loss
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What this rank does in steps of one batch size."""
+
+    batch_size: int
+    actions: Sequence[Action]
+    microbatches: Sequence[int]
+    last_backward: Action
+
+    @classmethod
+    def of(cls, batch_size: int, actions: Sequence[Action]) -> _Plan:
+        numbers = sorted({a.microbatch for a in actions if a.microbatch is not None})
+        return cls(batch_size, actions, numbers, [a for a in actions if a.op is Op.B][-1])
+
+
 class TrainStep:
     """Runs iterations of training; the work that the schedule's runner asks for.
 
@@ -168,7 +183,7 @@ class TrainStep:
         self.parts = parts
         self._mesh, self._device = runtime.mesh, runtime.device
         self._batches = Batches(source, runtime)
-        self._batch_size = int(cfg.global_batch_size)
+        self._cfg = cfg
         self._moe = MoeStep(cfg, runtime, parts.model) if cfg.num_experts is not None else None
         # FP16 overflows on purpose while the loss scale is found, so it always skips.
         self._skip_non_finite = bool(cfg.check_for_nan_in_loss_and_grad or cfg.fp16)
@@ -179,11 +194,8 @@ class TrainStep:
             self._before_backward,
             parts.weight_grads,
         )
-        self._actions = actions or checked_schedule(cfg)[self._mesh.pp.rank]
-        self._microbatches = sorted(
-            {a.microbatch for a in self._actions if a.microbatch is not None}
-        )
-        self._last_backward = [a for a in self._actions if a.op is Op.B][-1]
+        size = int(cfg.global_batch_size)
+        self._plan = _Plan.of(size, actions or checked_schedule(cfg)[self._mesh.pp.rank])
         self.iteration = 0
         # [tokens, loss] summed over this rank's microbatches, later over the whole batch.
         self._sums = torch.zeros(2, device=self._device)
@@ -193,6 +205,14 @@ class TrainStep:
     def current(self) -> str:
         """Which action is in progress, empty between iterations."""
         return str(self._runner.current or "")
+
+    def use_batch(self, size: int) -> bool:
+        """Make steps of another global batch from here on; return whether it is another one."""
+        if size == self._plan.batch_size:
+            return False
+        schedule = checked_schedule(self._cfg.with_batch(size))
+        self._plan = _Plan.of(size, schedule[self._mesh.pp.rank])
+        return True
 
     def run(self, iteration: int, consumed_samples: int) -> StepOutcome:
         """Run one iteration. Collective.
@@ -205,7 +225,7 @@ class TrainStep:
         skip = self._skip_non_finite and not math.isfinite(self._loss)
         update = self.parts.optimizer.step(self._grad_norm, skip=skip)
         if update.success:
-            self.parts.scheduler.step(self._batch_size)
+            self.parts.scheduler.step(self._plan.batch_size)
         else:
             self.parts.ddp.drop_residual()
         report = MoeReport() if self._moe is None else self._moe.finish(update.success)
@@ -233,9 +253,10 @@ class TrainStep:
         if self._moe is not None:
             tokens = None
             if self._moe.needs_tokens:
-                tokens = self._batches.count_tokens(self._microbatches)
-            self._moe.start(tokens, self.parts.optimizer.backward_scale)
-        self._runner.run(self._actions)
+                tokens = self._batches.count_tokens(self._plan.microbatches)
+            scale = self.parts.optimizer.backward_scale
+            self._moe.start(tokens, scale, len(self._plan.microbatches))
+        self._runner.run(self._plan.actions)
         if stats is not None:
             stats.end_step(watched.layers(self.parts.fp8))
         return self._loss
@@ -252,7 +273,7 @@ class TrainStep:
         return None if scale == 1.0 else torch.tensor(scale, device=self._device)
 
     def _before_backward(self, action: Action) -> None:
-        if action == self._last_backward:
+        if action == self._plan.last_backward:
             self.parts.ddp.expect_last_backward()
 
     def sync_gradients(self) -> None:

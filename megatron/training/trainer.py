@@ -6,16 +6,16 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
 
 from megatron.config import RunConfig
-from megatron.core.datasets.source import Source
+from megatron.core.datasets.cache import decisions
+from megatron.core.datasets.mixed import Ledger
+from megatron.core.datasets.source import Source, Sources
 from megatron.core.errors import TrainingError, complaint
 from megatron.core.fp8 import PrecisionRow
 from megatron.core.mesh import MeshSizes
 from megatron.observe.bus import Bus
 from megatron.observe.events import (
-    CheckpointSaved,
     EvalEnd,
     Incident,
     Message,
@@ -26,7 +26,7 @@ from megatron.observe.events import (
 from megatron.observe.lines import stamp
 from megatron.observe.sinks import build_sinks
 from megatron.training import fp8_watch, precision
-from megatron.training.checkpointing import check_save, load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import Entries, collect, load_checkpoint
 from megatron.training.flops import flops_per_iteration
 from megatron.training.guards import Guards
 from megatron.training.initialize import Runtime
@@ -35,23 +35,17 @@ from megatron.training.non_finite import trace
 from megatron.training.progress import Progress
 from megatron.training.providers import (
     Parts,
-    Sources,
     count_parameters,
     setup_model,
     setup_sources,
     with_tokenizer,
 )
+from megatron.training.saver import PERSISTENT, Saver
 from megatron.training.signals import ExitWatch
 from megatron.training.step import StepOutcome, TrainStep, evaluate, parameters_are_finite
 
 # A run whose loss or gradients are not finite this many times in a row does not recover.
 MAX_BAD_STEPS = 3
-
-
-def _folder_and_parent(load: str) -> tuple[Path, Path]:
-    """Return where ``--load`` may have found a checkpoint: it names a folder or one in it."""
-    folder = Path(load).resolve()
-    return folder, folder.parent
 
 
 class Trainer:
@@ -67,14 +61,13 @@ class Trainer:
         self.config: RunConfig = self._runtime.config
         self.mesh = runtime.mesh
         self.progress = Progress()
-        self.last_checkpoint = ""
-        self._last_good_checkpoint = ""
         self._notices = notices
         self._bad_steps = 0
-        self._flops = flops_per_iteration(self.config)
-        self._saved_at: int | None = None
+        self._batches = self.config.batches()
+        self._last_iteration = int(self.config.train_iters)
         self._parts: Parts | None = None
         self._step: TrainStep | None = None
+        self._ledger: Ledger | None = None
         self._guards: Guards | None = None
         sinks, incidents = build_sinks(self.config, self.mesh.rank)
         self.bus = Bus(
@@ -85,6 +78,7 @@ class Trainer:
         )
         for incident in incidents:
             self.bus.emit(incident)
+        self._saver = Saver(self._runtime, self._entries, self.bus)
 
     @property
     def parts(self) -> Parts:
@@ -129,6 +123,7 @@ class Trainer:
                 finally:
                     sources.close()
         finally:
+            self._saver.close()
             self.bus.close()
 
     # -- before the first step ------------------------------------------------------------------
@@ -140,8 +135,11 @@ class Trainer:
         sizes = MeshSizes.from_config(cfg, cfg.world_size)
         layout = sizes.text(experts=cfg.num_experts is not None)
         self._say(f"using world size: {cfg.world_size}, {layout}")
-        self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
-        check_save(cfg, self.mesh, self._say)
+        if self._batches.constant:
+            self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
+        else:
+            self._say(f"global batch size: {self._batches.text()}")
+        self._saver.open()
         self._parts = setup_model(cfg, runtime)
         self._parts.fp8.stats = fp8_watch.collector(runtime)
         if cfg.load is not None:
@@ -156,15 +154,25 @@ class Trainer:
                 residual=self._parts.residual(cfg, self.mesh),
                 guards=self.guards,
                 say=self._say,
+                warn=lambda text: self.bus.emit(Incident(text)),
             )
             if loaded:
-                self.last_checkpoint = self._last_good_checkpoint = str(cfg.load)
-                if cfg.save and Path(cfg.save).resolve() in _folder_and_parent(cfg.load):
-                    self._saved_at = self.progress.iteration
+                self._saver.loaded(str(cfg.load), self.progress.iteration)
+        if self.progress.consumed_train_samples and not self.progress.data:
+            self._say(
+                "NOTE: the checkpoint does not say which data it was trained on; this run's are "
+                "taken for the same"
+            )
+        if cfg.train_samples is not None:
+            done = self.progress.trained_samples
+            left = self._batches.steps(done, cfg.train_samples)
+            self._last_iteration = self.progress.iteration + left
         self.parts.fp8.begin(self.progress.iteration)
         self._describe()
         self._stamp("after model, optimizer, and learning rate scheduler are built")
-        sources = setup_sources(cfg, self._tokenizer, runtime)
+        with decisions(self._say):
+            sources = setup_sources(cfg, self._tokenizer, runtime, self.progress)
+        self._ledger = sources.ledger
         self._describe_data(sources)
         self._stamp("after dataloaders are built")
         self._say("done with setup ...")
@@ -181,7 +189,7 @@ class Trainer:
                 backend=self._runtime.backend.name,
                 backend_reason=self._runtime.backend_reason,
                 parameters=count_parameters(parts.model, self.mesh),
-                flops_per_iteration=self._flops,
+                flops_per_iteration=flops_per_iteration(self.config),
                 iteration=self.progress.iteration,
             )
         )
@@ -208,8 +216,8 @@ class Trainer:
         """Say once what does not run as asked."""
         fallback = self._runtime.fallback
         warning = fallback.warning if fallback is not None else precision.fallback_warning(rows)
-        if warning and self._runtime.launch.rank == 0:
-            self.bus.emit(Incident(warning))
+        if warning:
+            self.bus.emit(Incident(warning, shared=True))
 
     def _show_precision(self) -> list[PrecisionRow]:
         """Show and return the precision of every layer of the model."""
@@ -226,9 +234,8 @@ class Trainer:
 
     def _describe_data(self, sources: Sources) -> None:
         lines = [" > datasets target sizes (minimum size):"]
-        for source in (sources.train, sources.valid, sources.test):
-            if source is not None:
-                lines += [f"    {line}" for line in source.report().splitlines()]
+        for source in sources.all():
+            lines += [f"    {line}" for line in source.report().splitlines()]
         self._say("\n".join(lines))
 
     @contextlib.contextmanager
@@ -260,20 +267,22 @@ class Trainer:
         self.bus.start()
         self.guards.start()
         first, available = progress.iteration, len(sources.train)
-        if first >= cfg.train_iters:
+        if first >= self._last_iteration:
             self._say(
                 f"NOTE: nothing is left to train: the checkpoint is at iteration {first}, and "
-                f"--train-iters is {cfg.train_iters}"
+                f"--train-iters is {self._last_iteration}"
             )
-        while progress.iteration < cfg.train_iters:
+        while progress.iteration < self._last_iteration:
             self._switch_fp8(progress.iteration + 1)
-            samples = progress.next_samples(available, cfg.global_batch_size)
+            size = self._next_batch(self._step)
+            samples = progress.next_samples(available, size, sources.train.begin)
             outcome = self._step.run(progress.iteration + 1, samples)
-            self._account(outcome)
+            self._account(outcome, size)
+            self._saver.poll()
             fp8.after_step()
             self._report_memory(progress.iteration - first)
-            self._explain_bad_step(outcome, sources.train, samples)
-            if self.guards.after_step(outcome, self._last_good_checkpoint):
+            self._explain_bad_step(outcome, sources.train, samples, size)
+            if self.guards.after_step(outcome, self._saver.last_good):
                 continue
             self._stop_when_hopeless(outcome)
             if cfg.eval_interval and progress.iteration % cfg.eval_interval == 0:
@@ -282,19 +291,30 @@ class Trainer:
                 gc.collect()
             reason = watch.reason(progress.iteration)
             if reason is not None:
-                self._leave_early(reason)
+                self._leave_early(reason, watch)
                 return
-            if cfg.save and cfg.save_interval and progress.iteration % cfg.save_interval == 0:
-                self._save()
-            self.guards.end_iteration(saved=self._saved_at == progress.iteration)
+            kind = self._saver.due(progress.iteration)
+            if kind is not None:
+                self._save(kind)
+            self.guards.end_iteration(saved=self._saver.requested_at == progress.iteration)
         self._finish(sources, watch)
 
-    def _account(self, outcome: StepOutcome) -> None:
-        """Advance the counters and report the step."""
+    def _next_batch(self, step: TrainStep) -> int:
+        """Return the size of the next global batch; say so if it changes."""
+        done = self.progress.trained_samples
+        size = self._batches.size(done)
+        if step.use_batch(size) and not self._batches.constant:
+            at = self.progress.iteration + 1
+            self._say(f"global batch size is {size} from iteration {at}, sample {done}")
+        return size
+
+    def _account(self, outcome: StepOutcome, size: int) -> None:
+        """Advance the counters by a step of `size` samples and report it."""
         cfg, progress, update = self.config, self.progress, outcome.update
         progress.iteration += 1
-        progress.consumed_train_samples += cfg.global_batch_size
-        progress.floating_point_operations_so_far += self._flops
+        flops = flops_per_iteration(cfg, size)
+        progress.consumed_train_samples += size
+        progress.floating_point_operations_so_far += flops
         nan = not update.success and not outcome.loss_is_finite
         progress.skipped_iterations += not update.success
         progress.nan_iterations += nan
@@ -304,13 +324,13 @@ class Trainer:
         self.bus.emit(
             StepEnd(
                 iteration=iteration,
-                train_iters=cfg.train_iters,
+                train_iters=self._last_iteration,
                 consumed_samples=progress.consumed_train_samples,
                 losses={"lm loss": outcome.loss, **outcome.moe.losses} if update.success else {},
                 learning_rate=self.parts.scheduler.learning_rate(),
-                global_batch_size=cfg.global_batch_size,
-                tokens=cfg.global_batch_size * cfg.seq_length,
-                flops=self._flops,
+                global_batch_size=size,
+                tokens=size * cfg.seq_length,
+                flops=flops,
                 loss_scale=self.parts.optimizer.loss_scale.value,
                 grad_norm=update.grad_norm if update.success else None,
                 num_zeros=update.num_zeros,
@@ -330,15 +350,17 @@ class Trainer:
             routine = not first_two
             self.bus.emit(measure(self.mesh.rank, iteration, self._runtime.device, routine))
 
-    def _explain_bad_step(self, outcome: StepOutcome, source: Source, consumed: int) -> None:
+    def _explain_bad_step(
+        self, outcome: StepOutcome, source: Source, consumed: int, size: int
+    ) -> None:
         """Say where the numbers of the first of several bad steps went wrong."""
         if outcome.update.success or self._bad_steps or self.config.fp16:
             return
         with self.bus.paused():
-            where = trace(self.config, self._runtime, self.parts, source, consumed)
-        if self.mesh.rank == 0:
-            what = f"iteration {self.progress.iteration} is not finite: {where}."
-            self.bus.emit(Incident(what))
+            stage = self.config.with_batch(size)
+            where = trace(stage, self._runtime, self.parts, source, consumed)
+        what = f"iteration {self.progress.iteration} is not finite: {where}."
+        self.bus.emit(Incident(what, shared=True))
 
     def _stop_when_hopeless(self, outcome: StepOutcome) -> None:
         """Count steps in a row that could not be taken and stop after a few.
@@ -356,8 +378,9 @@ class Trainer:
         self._bad_steps += 1
         if self._bad_steps < MAX_BAD_STEPS:
             return
+        self._saver.finish()
         what = "loss" if not outcome.loss_is_finite else "gradient norm"
-        last = self._last_good_checkpoint
+        last = self._saver.last_good
         raise TrainingError(
             complaint(
                 what,
@@ -371,71 +394,83 @@ class Trainer:
         )
 
     def _evaluate_valid(self, sources: Sources, prefix: str, watch: ExitWatch) -> None:
-        """Evaluate the validation split and show the result."""
+        """Evaluate the validation sets and show the results."""
         cfg, progress = self.config, self.progress
-        if sources.valid is None:
+        if not sources.valid:
             return
         collect = cfg.manual_gc and cfg.manual_gc_eval
         if collect:
             gc.collect()
+        losses: dict[str, float] = {}
         with self.bus.paused():
-            loss = evaluate(
-                cfg,
-                self._runtime,
-                self.parts,
-                sources.valid,
-                progress.consumed_valid_samples,
-                watch.interrupted,
-            )
+            for name, source in sources.valid.items():
+                done = progress.consumed_valid_samples
+                run = (cfg, self._runtime, self.parts, source, done, watch.interrupted)
+                loss = evaluate(*run)
+                if loss is None:
+                    break
+                losses[name] = loss
         if collect:
             gc.collect()
-        if loss is not None:
+        if len(losses) == len(sources.valid):
             progress.consumed_valid_samples += cfg.eval_iters * cfg.global_batch_size
-            self._report_evaluation(prefix, loss)
+            for name, loss in losses.items():
+                self._report_evaluation(prefix, loss, name)
 
-    def _report_evaluation(self, prefix: str, loss: float) -> None:
-        done = self.progress
-        losses = {"lm loss": loss}
-        self.bus.emit(EvalEnd(prefix, done.iteration, losses, done.consumed_train_samples))
+    def _report_evaluation(self, prefix: str, loss: float, name: str = "") -> None:
+        done, losses = self.progress, {"lm loss": loss}
+        event = EvalEnd(prefix, done.iteration, losses, done.consumed_train_samples, name)
+        self.bus.emit(event)
 
     # -- the end --------------------------------------------------------------------------------
 
-    def _save(self) -> None:
-        """Write a checkpoint unless this iteration has one already."""
-        if not self.config.save or self._saved_at == self.progress.iteration:
+    def _save(self, kind: str = PERSISTENT, still: bool = False) -> None:
+        """Save unless this iteration has a checkpoint already.
+
+        Args:
+            kind: Which kind of checkpoint.
+            still: Whether this is the last thing that the run does.
+        """
+        if not self.config.save or self._saver.saved_at == self.progress.iteration:
             return
         parts = self.parts
         parts.ddp.finish_param_sync()
         if self._bad_steps and not parameters_are_finite(parts, self.mesh.world):
-            last = self._last_good_checkpoint or "none"
+            last = self._saver.last_good or "none"
             self._say(
                 f"WARNING: no checkpoint at iteration {self.progress.iteration}: the weights are "
                 f"not finite. Last good checkpoint: {last}"
             )
             return
+        if self._ledger is not None:
+            consumed = self.progress.consumed_train_samples
+            self.progress.data = self._ledger.record(consumed).to_dict()
         with self.bus.paused():
-            path: Path = save_checkpoint(
-                self.config,
-                self.mesh,
-                model=parts.model,
-                optimizer=parts.optimizer,
-                scheduler=parts.scheduler,
-                fp8=parts.fp8,
-                progress=self.progress,
-                residual=parts.residual(self.config, self.mesh),
-                guards=self.guards,
-                say=self._say,
-            )
-        self._saved_at = self.progress.iteration
-        self.last_checkpoint = str(path)
-        if not self._bad_steps:
-            self._last_good_checkpoint = str(path)
-        self.bus.emit(CheckpointSaved(self.progress.iteration, str(path)))
+            self._saver.request(self.progress.iteration, kind, not self._bad_steps, still)
 
-    def _leave_early(self, reason: str) -> None:
-        self._save()
+    def _entries(self, alone: bool) -> Entries:
+        """Describe the present state for a checkpoint."""
+        parts = self.parts
+        return collect(
+            self.config,
+            self.mesh,
+            model=parts.model,
+            optimizer=parts.optimizer,
+            scheduler=parts.scheduler,
+            fp8=parts.fp8,
+            progress=self.progress,
+            residual=parts.residual(self.config, self.mesh),
+            guards=self.guards,
+            alone=alone,
+        )
+
+    def _leave_early(self, reason: str, watch: ExitWatch) -> None:
+        with self.bus.paused():
+            self._saver.save_within(
+                self.progress.iteration, watch, lambda still: self._save(still=still)
+            )
         self._stamp(reason)
-        self.bus.emit(RunEnd(self.progress.iteration, reason, self.last_checkpoint))
+        self.bus.emit(RunEnd(self.progress.iteration, reason, self._saver.last))
 
     def _finish(self, sources: Sources, watch: ExitWatch) -> None:
         """Save, then evaluate validation and test data a last time."""
@@ -449,7 +484,8 @@ class Trainer:
                 loss = evaluate(cfg, self._runtime, self.parts, sources.test, 0)
                 if loss is not None:
                     self._report_evaluation(f"{place} test set", loss)
-        self.bus.emit(RunEnd(progress.iteration, "done", self.last_checkpoint))
+        self._saver.finish()
+        self.bus.emit(RunEnd(progress.iteration, "done", self._saver.last))
 
     # -- words ----------------------------------------------------------------------------------
 

@@ -52,7 +52,8 @@ def config(path, cache_path, world_size=2, **fields):
 
 def sources_of(rank, world_size, cfg):
     mesh = ParallelState.build(MeshSizes.from_config(cfg, world_size), rank, world_size)
-    return build_sources(cfg, build_tokenizer(cfg.data), mesh), mesh
+    made = build_sources(cfg, build_tokenizer(cfg.data), mesh)
+    return (made.train, made.valid, made.test), mesh
 
 
 def read_one_step(rank, world_size, cfg):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.comm_log import CommLog
+from megatron.core.comm_log import GRADIENT_SYNC, PARAMETER_GATHER, CommLog
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.mesh import Axis
@@ -272,13 +272,19 @@ def pass_on(rank, world, source, target, first, **fields):
     store(cfg, mesh, parts)
 
 
+def stored_in(root):
+    """(Who keeps it, key of its parameter) -> what is kept."""
+    reader = Reader(root / "iter_0000002")
+    keys = [k for k in reader.tensors if k.startswith(PREFIX) and not k.endswith("loss_scale")]
+    split = (key.removeprefix(PREFIX).partition(".")[::2] for key in keys)
+    return {names: reader.read(key) for key, names in zip(keys, split, strict=True)}
+
+
 def kept_in(root):
     """What is kept of each parameter, by its key: added up in fp64."""
-    reader, total = Reader(root / "iter_0000002"), {}
-    for key in reader.tensors:
-        if key.startswith(PREFIX) and not key.endswith("loss_scale"):
-            own = key.removeprefix(PREFIX).partition(".")[2]
-            total[own] = total.get(own, 0) + reader.read(key).double()
+    total = {}
+    for (_, own), tensor in stored_in(root).items():
+        total[own] = total.get(own, 0) + tensor.double()
     return total
 
 
@@ -315,26 +321,69 @@ def test_any_layout_goes_on_with_what_was_kept(tmp_path, kept):
             assert error <= (2.0**-22 if number == 0 or kept == "each" else 0), (key, world, fields)
 
 
+@pytest.mark.parametrize(
+    ("world", "fields"),
+    [(2, ZERO), (4, {"micro_batch_size": 1}), (4, {**INSTANCES, "micro_batch_size": 1}),
+     (4, {**TP2, **ZERO})],
+    ids=["dp2-owned", "dp4-whole", "dp4-instances", "tp2-dp2"],
+)  # fmt: skip
+def test_a_sum_is_the_sum_of_what_replicas_keep(tmp_path, world, fields):
+    """Of the same run, saved either way; and another number of replicas starts with the same."""
+    for kept in ("each", "sum"):
+        fields = {**fields, "ckpt_grad_residual": kept}
+        run_ranks(pass_on, world, None, tmp_path / kept, True, detail=False, **fields)
+    run_ranks(pass_on, 1, tmp_path / "sum", tmp_path / "one", False, detail=False)
+    each, summed, alone = (kept_in(tmp_path / name) for name in ("each", "sum", "one"))
+    assert each.keys() == summed.keys() == alone.keys()
+    assert {mark for mark, _ in stored_in(tmp_path / "sum")} == {"sum"}
+    for key, tensor in each.items():
+        # Up to eight fp32 numbers, in other orders.
+        error = (summed[key] - tensor).abs().max() / tensor.abs().max()
+        assert error <= 2.0**-22, key
+        real = slice(None, 61) if "embedding" in key else slice(None)
+        assert torch.equal(alone[key][real], summed[key][real]), key
+
+
 # -- bytes ----------------------------------------------------------------------------------------
 
 
 def sent(rank, world, **fields):
-    """Bytes that a rank sends for gradients in a step."""
+    """(Sent, without FP8, spent for FP8) bytes of a rank in a step, for gradients and weights."""
     cfg, mesh, parts, step = build(rank, world, **fields)
     log = CommLog()
     for buffer in parts.ddp.buffers_by_axis:
         object.__setattr__(buffer.axis, "log", log)
     step.run(1, 0)
+    parts.ddp.finish_param_sync()
     rows = table(log.counts)
-    return sum(row.sent_bytes for row in rows if row.part == "gradient sync")
-
-
-def test_half_the_bytes_or_fewer():
-    for layout, share in ((ZERO, 0.26), ({}, 0.39)):
-        plain, bf16, ours = (
-            run_ranks(sent, 4, detail=False, micro_batch_size=1, grad_reduce_dtype=kind, **layout)
-            for kind in ("fp32", "bf16", "fp8")
+    found = []
+    for part in (GRADIENT_SYNC, PARAMETER_GATHER):
+        those = [row for row in rows if row.part == part]
+        found.append(
+            tuple(
+                sum(getattr(row, name) for row in those)
+                for name in ("sent_bytes", "plain_bytes", "spent_bytes")
+            )
         )
-        assert bf16 == [n // 2 for n in plain]
-        # Parameters begin at multiples of 128 elements, which pads this small model a little.
-        assert max(ours) < 1.1 * share * plain[0]
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("layout", "share"), [(ZERO, 0.26), ({}, 0.39)], ids=["owned", "whole"])
+def test_half_the_bytes_or_fewer(layout, share):
+    found = {}
+    for kind in ("fp32", "bf16", "fp8"):
+        fields = {"micro_batch_size": 1, "grad_reduce_dtype": kind, **layout}
+        found[kind], *others = run_ranks(sent, 4, detail=False, **fields)
+        assert others == [found[kind]] * 3
+        gradients, weights = found[kind]
+        # What does not travel in FP8 would be the same without, and nothing of it is spent.
+        for total, plain, spent in (weights,) if kind == "fp8" else (gradients, weights):
+            assert (total, spent) == (plain, 0)
+        assert bool(weights[0]) is bool(layout)
+    (plain, *_), (bf16, *_), (ours, without, spent) = (f[0] for f in found.values())
+    assert bf16 == plain // 2
+    # Parameters begin at multiples of 128 elements, which pads this small model a little.
+    assert ours < 1.1 * share * plain
+    assert plain <= without < 1.1 * plain
+    # A byte for each 128 elements on their way there; sums of all ranks come back without.
+    assert spent == without // (512 if layout else 1024)

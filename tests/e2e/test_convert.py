@@ -122,6 +122,10 @@ def test_round_trip_is_bitwise_and_logits_agree(tmp_path, capsys, name):
     ours = hf_verify.load_ours(tmp_path / "ckpt" / "release")
     tokens = torch.randint(0, VOCAB, (2, 48))
     assert (logits(ours, tokens) - logits(theirs, tokens)).abs().max() <= 1e-4
+    ckpt = tmp_path / "ckpt" / "release"
+    report = hf_verify.verify(ckpt, tmp_path / "hf", "fp32", streamed=True)
+    assert report.max_difference <= 1e-4
+    assert report.same_greedy == 1.0
     assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "back") == 0
     before, after = state_of(tmp_path / "hf"), state_of(tmp_path / "back")
     assert set(before) == set(after)
@@ -205,11 +209,11 @@ def unsections(fused, groups, width):
 WRONG = {
     "gate and up": (
         {"stack": swapped, "halves": lambda t: t.chunk(2)[::-1]},
-        "the MLP of layer 0",
+        "model.layers.0.mlp.gate_proj",
     ),
     "qkv layout": (
         {"interleave_qkv": sections, "split_qkv": unsections},
-        "the attention of layer 0",
+        "model.layers.0.self_attn.q_proj",
     ),
 }
 

@@ -25,6 +25,11 @@ CONSUMED_BY_DERIVATION = {
     "use_tp_pp_dp_mapping": "order of the axes, which the mesh reads by name",
     "hierarchical_context_parallel_sizes": "levels of an axis, which the mesh reads by name",
     "grad_reduce_in_bf16": "grad_reduce_dtype",
+    "rampup_batch_size": "batches()",
+    "step_batch_size_schedule": "batches()",
+    "decrease_batch_size_if_needed": "batches()",
+    "data_args_path": "data_path",
+    "per_split_data_args_path": "corpora of each split",
     "moe_layer_freq": "moe_layers()",
     "moe_aux_loss_coeff": "auxiliary_losses()",
 }

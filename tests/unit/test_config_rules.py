@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from unit.data_refusals import DATA_REFUSED
 from unit.guard_refusals import GUARDS_REFUSED
 from unit.moe_refusals import MOE_REFUSED
+from unit.saving_refusals import SAVING_ACCEPTED, SAVING_REFUSED
 
 from megatron.config import ConfigError, Problem, make_config
 from megatron.config.draft import Draft, derive
@@ -40,6 +42,9 @@ REFUSED = [
     # shape
     ({"num_layers": 0}, "--num-layers", ["got 0", "at least 1"]),
     ({"num_layers": -3}, "--num-layers", ["got -3"]),
+    # A size that a list is made from would fill the memory before anything is said.
+    ({"num_layers": 10**9}, "--num-layers", ["at most 100000"]),
+    ({"global_batch_size": 10**11}, "--global-batch-size", ["at most 100000"]),
     ({"seed": 2**32}, "--seed", ["32 bits", "at most 4294967295"]),
     ({"distributed_timeout_minutes": 1e300}, "--distributed-timeout-minutes", ["at most 1000000"]),
     ({"hidden_dropout": 1.0}, "--hidden-dropout", ["below 1"]),
@@ -663,7 +668,7 @@ REFUSED_ON_A_MESH = [
 
 @pytest.mark.parametrize(
     ("world_size", "fields", "flag", "words"),
-    REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED,
+    REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED + DATA_REFUSED + SAVING_REFUSED,
     ids=lambda v: str(v)[:60],
 )
 def test_refused_on_a_mesh(world_size, fields, flag, words):
@@ -715,6 +720,7 @@ ACCEPTED = [
     {"save": "x", "save_interval": 5, "load": "x", "finetune": True},
     {"exit_duration_in_mins": 5, "exit_interval": 3, "exit_signal_handler": True},
     {"fp16": True, "loss_scale": 1024.0},
+    *SAVING_ACCEPTED,
 ]
 
 
@@ -848,9 +854,8 @@ def test_every_rule_is_documented_and_exercised():
         first = (one.__doc__ or "").strip().splitlines()[0]
         assert first.endswith("."), one.__name__
     cases = [(1, fields) for fields, _, _ in REFUSED]
-    cases += [
-        (world, fields) for world, fields, _, _ in REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED
-    ]
+    on_a_mesh = REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED + DATA_REFUSED + SAVING_REFUSED
+    cases += [(world, fields) for world, fields, _, _ in on_a_mesh]
     assert set(names) == set().union(*(fired(world, fields) for world, fields in cases))
 
 
@@ -866,9 +871,12 @@ def test_rules_are_listed_by_subject():
         "replicas",
         "overlap",
         "pipeline",
+        "batch",
         "training",
         "stats",
         "data",
+        "mix",
+        "saving",
     ]
     assert len(list(dict.fromkeys(modules))) == len(
         [m for m, before in zip(modules, [None, *modules], strict=False) if m != before]

@@ -44,7 +44,7 @@ def real_bytes(cfg):
     def run():
         step._batches.start(0)
         parts.ddp.zero_grad_buffer()
-        step._runner.run(step._actions)
+        step._runner.run(step._plan.actions)
 
     if parts.fp8.recipe is not None:
         run()

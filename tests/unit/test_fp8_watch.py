@@ -221,6 +221,17 @@ def test_the_console_shows_alerts_only_and_only_once(capsys):
     assert "FP8 saturation at iteration 7" in shown.err
 
 
+def test_an_incident_of_every_rank_is_shown_once_and_logged(capsys, tmp_path):
+    for first in (True, False):
+        ConsoleSink(first=first, last=not first).handle(Incident("oh", shared=True))
+        ConsoleSink(first=first, last=not first).handle(Incident("own"))
+    assert capsys.readouterr().err.splitlines() == ["WARNING: oh"] + ["WARNING: own"] * 2
+    sink = DlloggerSink(str(tmp_path / "log"))  # which the last rank has
+    sink.handle(Incident("oh", shared=True))
+    sink.close()
+    assert '"what": "oh"' in (tmp_path / "log").read_text()
+
+
 def test_names_of_experts():
     for path, name in [
         ("decoder.layers.3.mlp.experts.linear_fc1.12", "decoder.layers.3.mlp.experts.linear_fc1.*"),

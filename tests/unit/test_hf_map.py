@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from megatron.core.errors import CheckpointError
 from megatron.training import hf_files, hf_map
 from megatron.training.hf_config import fields_from_hf, hf_from_fields
+from megatron.training.safetensors_file import Planned
 
 LLAMA = {
     "model_type": "llama",
@@ -221,7 +222,7 @@ def test_models_without_a_huggingface_counterpart_are_refused_by_name(base, chan
 
 
 def planned(tensors):
-    return [hf_files.Planned(n, tuple(t.shape), lambda t=t: t) for n, t in tensors.items()]
+    return [Planned(n, tuple(t.shape), lambda t=t: t) for n, t in tensors.items()]
 
 
 def test_large_models_are_written_in_shards_with_an_index(tmp_path):

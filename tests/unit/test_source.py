@@ -118,7 +118,8 @@ def corpus(tmp_path, name="corpus", documents=40, length=20, first=0):
 
 
 def sources(cfg):
-    return build_sources(cfg, build_tokenizer(cfg.data), ParallelState.single())
+    made = build_sources(cfg, build_tokenizer(cfg.data), ParallelState.single())
+    return made.train, made.valid.get(""), made.test
 
 
 def test_targets(tmp_path):

@@ -46,7 +46,7 @@ def test_the_same_step_is_the_same_whatever_came_before(made):
     again_runtime, again_parts, again_sources = made()
     with torch.no_grad():  # other draws in between change nothing
         torch.rand(7)
-        evaluate(again_runtime.config, again_runtime, again_parts, again_sources.valid, 0)
+        evaluate(again_runtime.config, again_runtime, again_parts, again_sources.valid[""], 0)
     again = TrainStep(again_runtime.config, again_runtime, again_parts, again_sources.train)
     assert again.run(1, 0) == first
     assert first.tokens == 4 * 16
@@ -100,11 +100,11 @@ def test_evaluation_has_no_dropout_and_records_nothing(made):
     step = TrainStep(runtime.config, runtime, parts, sources.train)
     step.run(1, 0)
     history = parts.fp8.book.history.clone()
-    losses = [evaluate(runtime.config, runtime, parts, sources.valid, 0) for _ in range(2)]
+    losses = [evaluate(runtime.config, runtime, parts, sources.valid[""], 0) for _ in range(2)]
     assert losses[0] == losses[1]
     assert torch.equal(history, parts.fp8.book.history)
     assert parts.ddp.training
-    assert evaluate(runtime.config, runtime, parts, sources.valid, 0, lambda: True) is None
+    assert evaluate(runtime.config, runtime, parts, sources.valid[""], 0, lambda: True) is None
 
 
 def test_fully_masked_batches_are_no_division_by_zero(made, monkeypatch):

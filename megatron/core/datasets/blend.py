@@ -40,6 +40,11 @@ class BlendSpec:
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
+    @property
+    def read_once(self) -> bool:
+        """Whether the corpora are not repeated: several without weights."""
+        return self.weights is None and len(self.prefixes) > 1
+
 
 def _number(word: str) -> float | None:
     try:
@@ -48,16 +53,14 @@ def _number(word: str) -> float | None:
         return None
 
 
-def parse_blend(words: Sequence[str]) -> BlendSpec:
+def parse_blend(words: Sequence[str], flag: str = "--data-path") -> BlendSpec:
     """Read ``prefix ...`` or ``weight prefix weight prefix ...``.
 
     Raises:
         DataError: Nothing was given, only some weights are numbers, or a weight is not positive.
     """
     if not words:
-        raise DataError(
-            complaint("--data-path", "nothing", "There is no corpus to read", "Name a prefix")
-        )
+        raise DataError(complaint(flag, "nothing", "There is no corpus to read", "Name a prefix"))
     numbers = [_number(word) for word in words]
     if len(words) % 2 or all(number is None for number in numbers):
         return BlendSpec(tuple(words), None)
@@ -66,7 +69,7 @@ def parse_blend(words: Sequence[str]) -> BlendSpec:
     if len(weights) < len(words) // 2:
         raise DataError(
             complaint(
-                "--data-path",
+                flag,
                 got,
                 "Every other word must be a weight, the first included, once one of them is one",
                 "Write either prefixes only or weight-prefix pairs",
@@ -75,7 +78,7 @@ def parse_blend(words: Sequence[str]) -> BlendSpec:
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise DataError(
             complaint(
-                "--data-path",
+                flag,
                 got,
                 "Weights are shares of the training samples and must be positive",
                 "Leave out a corpus that should not be read",

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.core.datasets.batch import Batch
-from megatron.core.datasets.blend import (
-    BlendedDataset,
-    BlendSpec,
-    dataset_targets,
-    parse_blend,
-    with_surplus,
+from megatron.core.datasets.build import (
+    Datasets,
+    Position,
+    Targets,
+    Turn,
+    build_datasets,
+    sample_config,
 )
-from megatron.core.datasets.gpt import (
-    MOCK_SPLIT,
-    GPTDataset,
-    MockCorpus,
-    MockGPTDataset,
-    SampleConfig,
-)
-from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.split import SPLIT_NAMES, Range, parse_split, split_documents
+from megatron.core.datasets.mixed import Ledger
 from megatron.core.datasets.tokenizers import Tokenizer
 from megatron.core.errors import DataError, complaint
 from megatron.core.mesh import Axis, ParallelState
@@ -77,6 +70,11 @@ class Source:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @property
+    def begin(self) -> int:
+        """First sample that the dataset has: 0 but after a change of the data."""
+        return getattr(self.dataset, "begin", 0)
+
     def first_sample(self, consumed_samples: int, microbatch: int, dp_rank: int) -> int:
         """Return the number of the first sample of a batch; the others follow it."""
         groups = microbatch * self.data_parallel_size + dp_rank
@@ -94,7 +92,7 @@ class Source:
             DataError: The dataset ends before this batch, or a corpus is unusable.
         """
         first = self.first_sample(consumed_samples, microbatch, dp_rank)
-        if first < 0 or first + self.micro_batch_size > len(self.dataset):
+        if first < self.begin or first + self.micro_batch_size > len(self.dataset):
             raise DataError(
                 complaint(
                     "data",
@@ -137,24 +135,59 @@ class Source:
         self._ahead.clear()
 
 
-def sample_targets(config: RunConfig) -> tuple[int, int, int]:
+def sample_targets(config: RunConfig, position: Position | None = None) -> Targets:
     """Return how many training, validation and test samples a run reads.
 
     Evaluation takes place if ``--eval-interval`` is set and ``--eval-iters`` is positive; without
     it there is neither validation nor test data. There is one validation more than the interval
     fits into the run, for the one at the end.
+
+    Args:
+        config: The finished configuration.
+        position: Where a resumed run is, which may have had other batch sizes until there.
     """
+    at = position or Position()
     batch, iterations = int(config.global_batch_size), int(config.train_iters)
-    train = config.train_samples or iterations * batch
+    train = config.train_samples or at.trained + max(0, iterations - at.iteration) * batch
     if not config.eval_interval or not config.eval_iters:
-        return train, 0, 0
-    evaluation = int(config.eval_iters) * batch
-    return train, (iterations // int(config.eval_interval) + 1) * evaluation, evaluation
+        return Targets(train)
+    if config.train_samples:
+        iterations = at.iteration + config.batches().steps(at.trained, train)
+    evaluation, interval = int(config.eval_iters) * batch, int(config.eval_interval)
+    due = iterations // interval + 1
+    left = at.valid + (due - at.iteration // interval) * evaluation
+    return Targets(train, max(due * evaluation, left), evaluation)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The batches of each split.
+
+    Attributes:
+        train: Training; None for a run without.
+        valid: Validation sets by name; a single one has the name "".
+        test: The test at the end; None for a run without.
+        ledger: What a checkpoint has to know of the training data, None if nothing.
+    """
+
+    train: Source | None
+    valid: Mapping[str, Source]
+    test: Source | None
+    ledger: Ledger | None = None
+
+    def all(self) -> list[Source]:
+        """Return all of them."""
+        return [one for one in (self.train, *self.valid.values(), self.test) if one is not None]
+
+    def close(self) -> None:
+        """Stop background threads."""
+        for source in self.all():
+            source.close()
 
 
 def build_sources(
-    config: RunConfig, tokenizer: Tokenizer, mesh: ParallelState
-) -> tuple[Source | None, Source | None, Source | None]:
+    config: RunConfig, tokenizer: Tokenizer, mesh: ParallelState, position: Position | None = None
+) -> Sources:
     """Build the training, validation and test sources that a configuration describes.
 
     Every rank calls this and maps the files itself. Ranks of one file system share one index
@@ -165,32 +198,34 @@ def build_sources(
         config: The finished configuration.
         tokenizer: The tokenizer the corpus was written with.
         mesh: The process mesh.
-
-    Returns:
-        Train, valid and test; None where the run reads none.
+        position: Where a resumed run is in its data.
 
     Raises:
-        DataError: The data are unusable, or differ between ranks.
+        DataError: The data are unusable, differ between ranks, or are another mix than the one
+            that the run was reading.
     """
     problem: DataError | None = None
-    datasets: list[GPTDataset | BlendedDataset | None] = []
+    datasets = Datasets()
     try:
-        datasets = _datasets(config, tokenizer)
+        datasets = _datasets(config, tokenizer, mesh.world, position)
     except DataError as error:
         problem = error
     _agree(mesh.world, datasets, problem)
-    sources = [
-        None
-        if dataset is None
-        else Source(
+
+    def source(dataset: SampleDataset) -> Source:
+        return Source(
             dataset,
             micro_batch_size=config.micro_batch_size,
             data_parallel_size=mesh.dp.size,
             prefetch=config.num_workers,
         )
-        for dataset in datasets
-    ]
-    return sources[0], sources[1], sources[2]
+
+    return Sources(
+        None if datasets.train is None else source(datasets.train),
+        {name: source(one) for name, one in datasets.valid.items()},
+        None if datasets.test is None else source(datasets.test),
+        datasets.ledger,
+    )
 
 
 def check_sources(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
@@ -208,156 +243,41 @@ def check_sources(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     Raises:
         DataError: The data are unusable.
     """
-    datasets = _datasets(config, tokenizer, planned=True)
-    return [dataset.report() for dataset in datasets if dataset is not None]
+    return [one.report() for _, one in _datasets(config, tokenizer).named()]
 
 
 def _datasets(
-    config: RunConfig, tokenizer: Tokenizer, planned: bool = False
-) -> list[GPTDataset | BlendedDataset | None]:
-    """Build the datasets of the three splits; whatever stops it is a DataError."""
-    targets = sample_targets(config)
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    world: Axis | None = None,
+    position: Position | None = None,
+) -> Datasets:
+    """Build the datasets, or plan them without a world; what stops it is a DataError."""
+    targets = sample_targets(config, position)
+    turn = Turn()
+    if world is not None:
+        turn = Turn(world.rank, world.size, config.num_dataset_builder_threads)
     try:
-        return _build_datasets(config, tokenizer, targets, planned)
+        samples = sample_config(config, tokenizer, planned=world is None)
+        return build_datasets(config, samples, tokenizer, targets, turn, position)
     except OSError as error:
         why = f"It cannot be read ({error.strerror}: {error.filename})"
         fix = "Check the file and its rights"
-        name, got = "--data-path", " ".join(config.data_path)
-        raise DataError(complaint(name, got, why, fix)) from error
+        words = config.data_path or config.train_data_path or ()
+        raise DataError(complaint("--data-path", " ".join(words), why, fix)) from error
     except MemoryError as error:
         why = f"Their order does not fit into memory ({error})"
         fix = "Lower --train-iters or --train-samples, or use a longer --seq-length"
-        raise DataError(complaint("data", f"{targets[0]} training samples", why, fix)) from error
+        raise DataError(complaint("data", f"{targets.train} training samples", why, fix)) from error
 
 
-def _build_datasets(
-    config: RunConfig, tokenizer: Tokenizer, targets: Sequence[int], planned: bool
-) -> list[GPTDataset | BlendedDataset | None]:
-    split = MOCK_SPLIT if config.mock_data else config.split
-    shares = parse_split(split)
-    for name, share, target in zip(SPLIT_NAMES, shares, targets, strict=True):
-        # A test split is a choice; training, and validation that was asked for, are not.
-        if share is None and target and name != "test":
-            fix = "; or leave out --eval-interval" if name == "valid" else ""
-            raise DataError(
-                complaint(
-                    "--split",
-                    split,
-                    f"The {name} split is empty but the run reads {target} samples of it",
-                    f"Give it a share, e.g. 969,30,1{fix}",
-                )
-            )
-    for flag, given in (
-        ("--eod-mask-loss", config.eod_mask_loss),
-        ("--reset-position-ids", config.reset_position_ids),
-        ("--reset-attention-mask", config.reset_attention_mask),
-    ):
-        if given:
-            tokenizer.require_eod(flag)
-    samples = SampleConfig(
-        sequence_length=config.seq_length,
-        seed=config.seed,
-        split=split,
-        cache_path=config.data_cache_path,
-        vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod,
-        pad=_own_pad(tokenizer),
-        eod_mask_loss=config.eod_mask_loss,
-        reset_position_ids=config.reset_position_ids,
-        reset_attention_mask=config.reset_attention_mask,
-        planned=planned,
-    )
-    wanted = [target if share else 0 for share, target in zip(shares, targets, strict=True)]
-    if config.mock_data:
-        return _build_mock(tokenizer, samples, shares, wanted)
-    spec = parse_blend(config.data_path)
-    corpora = [_open_corpus(prefix, config.mmap_bin_files) for prefix in spec.prefixes]
-    return [
-        _build_split(spec, corpora, name, share, target, samples) if share and target else None
-        for name, share, target in zip(SPLIT_NAMES, shares, wanted, strict=True)
-    ]
-
-
-def _own_pad(tokenizer: Tokenizer) -> int | None:
-    # An id that also means end of document must not be masked as padding.
-    return None if tokenizer.pad in (tokenizer.eod, tokenizer.bos) else tokenizer.pad
-
-
-def _open_corpus(prefix: str, mmap: bool) -> IndexedDataset:
-    corpus = IndexedDataset(prefix, mmap=mmap)
-    if not np.issubdtype(corpus.dtype, np.integer):
-        raise DataError(
-            complaint(
-                f"--data-path {prefix}",
-                f"elements of type {corpus.dtype.name}",
-                "Token ids are integers",
-                "Write the corpus with tools/preprocess_data.py",
-            )
-        )
-    return corpus
-
-
-def _build_mock(
-    tokenizer: Tokenizer,
-    samples: SampleConfig,
-    shares: Sequence[Range | None],
-    wanted: Sequence[int],
-) -> list[GPTDataset | BlendedDataset | None]:
-    corpus = MockCorpus(tokenizer.vocab_size, tokenizer.eod)
-    return [
-        MockGPTDataset(corpus, split_documents(share, len(corpus)), target, name, samples)
-        if share and target
-        else None
-        for name, share, target in zip(SPLIT_NAMES, shares, wanted, strict=True)
-    ]
-
-
-def _build_split(
-    spec: BlendSpec,
-    corpora: Sequence[IndexedDataset],
-    name: str,
-    share: Range,
-    target: int,
-    samples: SampleConfig,
-) -> GPTDataset | BlendedDataset:
-    def dataset(corpus: IndexedDataset, num_samples: int | None) -> GPTDataset:
-        documents = split_documents(share, len(corpus))
-        return GPTDataset(corpus, documents, num_samples, name, samples)
-
-    if spec.weights is not None:
-        parts = dataset_targets(spec.weights, target)
-        datasets = [
-            dataset(corpus, with_surplus(part)) for corpus, part in zip(corpora, parts, strict=True)
-        ]
-        return BlendedDataset(datasets, spec.weights, sum(parts), name, samples.cache_path)
-    if len(corpora) == 1:
-        return dataset(corpora[0], target)
-    datasets = [dataset(corpus, None) for corpus in corpora]
-    lengths = [len(part) for part in datasets]
-    if sum(lengths) < target:
-        raise DataError(
-            complaint(
-                "--data-path",
-                f"{len(corpora)} corpora without weights",
-                f"Each is read once, which makes {sum(lengths)} {name} samples, but the run reads "
-                f"{target}",
-                "Give weights (repetition is then allowed) or read fewer samples",
-            )
-        )
-    return BlendedDataset(datasets, [float(n) for n in lengths], target, name, samples.cache_path)
-
-
-def _agree(
-    world: Axis,
-    datasets: Sequence[GPTDataset | BlendedDataset | None],
-    problem: DataError | None,
-) -> None:
+def _agree(world: Axis, datasets: Datasets, problem: DataError | None) -> None:
     """Compare the data between all ranks and raise on every rank if any failed or differs."""
     if world.size == 1:
         if problem is not None:
             raise problem
         return
-    mine = str(problem) if problem else [d and d.fingerprint() for d in datasets]
+    mine = str(problem) if problem else [(n, d.fingerprint()) for n, d in datasets.named()]
     theirs: list[object] = gather_objects(mine, world)
     if problem is not None:
         raise problem

@@ -130,9 +130,14 @@ class PlainPlanner(DefaultSavePlanner):
     Its own check of the blocks compares all with all, which takes minutes with many experts.
     """
 
-    def __init__(self) -> None:
-        """Keys are final already: nothing is flattened or renamed."""
+    def __init__(self, partial: bool = False) -> None:
+        """Keys are final already: nothing is flattened or renamed.
+
+        Args:
+            partial: The blocks need not cover their tensors.
+        """
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._partial = partial
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Give each block to one of the ranks that offer it, and check that all are there."""
@@ -140,7 +145,7 @@ class PlainPlanner(DefaultSavePlanner):
         problems = [
             problem
             for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry, TensorStorageMetadata) and not self._partial
             for problem in misplaced(key, entry.size, entry.chunks)
         ]
         if problems:

@@ -54,7 +54,9 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
         warning = choose(cfg, torch.device("cpu")).warning
         if warning:
             say(f"WARNING: {warning}")
-    cfg, tokenizer = complete(cfg)
+    planned, tokenizer = complete(cfg)
+    plan = planned.batches()
+    cfg = planned.with_batch(plan.largest)
     _show(say, report.mesh_lines(cfg, check_groups(cfg)))
     check_save(cfg, ParallelState.single(), say, keep=False)
     world = World(cfg)
@@ -67,8 +69,12 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
     )
     say(f"parameters: {stored.parameters:,} in {len(stored.model)} tensors")
     _show_precision(cfg, world.precision_rows(), say)
-    check_samples(cfg)
-    _show(say, report.data_lines(cfg, check_sources(cfg, tokenizer)))
+    for size in sorted(set(plan.sizes)):
+        check_samples(cfg.with_batch(size))
+        checked_schedule(cfg.with_batch(size))
+    _show(say, report.data_lines(cfg, check_sources(planned, tokenizer)))
+    if not plan.constant:
+        say(f"batch sizes: {plan.text()}; figures here are those of the largest")
     say(report.schedule_line(world))
     say(report.checkpoint_line(stored))
     _show(say, filter(None, [report.residual_line(cfg, stored)]))
@@ -146,7 +152,7 @@ def _unchecked(cfg: RunConfig) -> Iterator[str]:
         yield "Transformer Engine: the figures are those of the native layers"
     if cfg.world_size > 1:
         yield "other machines: network, files that are not the same there"
-    if cfg.data_path:
+    if not cfg.mock_data:
         yield "the corpus' tokens, and the index files, which the first real run builds"
     if cfg.load is not None:
         yield "the contents of the checkpoint's files"

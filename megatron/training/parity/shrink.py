@@ -23,7 +23,10 @@ _WIDTH = 16  # FP8 wants every matrix side of a rank as a multiple of this
 _SEQUENCE = 32
 _VOCABULARY = 209  # odd, so that its padding depends on the layout
 _KEPT_DATA = ("reset_position_ids", "reset_attention_mask")
-_DROPPED_SECTIONS = ("data", "checkpoint", "logging", "run", "training", "fp8_guards")
+_DROPPED_SECTIONS = (
+    *("data", "data_mix", "batch_size", "checkpoint", "logging", "run", "training"),
+    "fp8_guards",
+)
 _KEPT_TRAINING = (
     "recompute_activations",
     "recompute_granularity",
