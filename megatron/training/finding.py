@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing import io
 from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.retention import is_sound
+from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import Axis, ParallelState
 from megatron.training import checkpoint_config

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.config import ConfigError  # noqa: E402
 from megatron.config.tool_flags import ToolParser  # noqa: E402
 from megatron.core.errors import MegatronError  # noqa: E402
-from megatron.training import hf_convert, hf_quantization, hf_verify  # noqa: E402
+from megatron.training import hf_convert, hf_quantization, hf_verify, megatron_convert  # noqa: E402
 
 _ALIASES = {
     "mcore": "megatron",
