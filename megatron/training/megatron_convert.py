@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, MegatronError, complaint
 from megatron.core.mesh import Axis, ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.training import hf_convert
+from megatron.training import foreign_state, hf_convert
 from megatron.training.checkpoint_config import (
     ARCHITECTURE,
     read_common,
@@ -95,6 +95,7 @@ def convert(load: Path, target: Target) -> Path:
         )  # fmt: skip
     reader = io.open_checkpoint(found.directory, Peers(Axis.single("world")))
     common = read_common(reader)
+    foreign_state.check_known_model(common, reader.directory)
     settings = saved_settings(common)
     if target.vocab_size is not None:
         settings["vocab_size"] = target.vocab_size
