@@ -101,7 +101,7 @@ def test_what_is_watched_is_what_the_weights_multiply(model):
         for name, module in layer.named_modules():
             if ".linear_" in name:
                 module.register_forward_hook(
-                    lambda module, args, out, name=name: made.setdefault(name, out)
+                    lambda module, args, out, name=name, made=made: made.setdefault(name, out)
                 )
         batches = [Batch(b.tokens, run_part(layer, b)) for b in batches]
         weights, products = dict(layer.named_parameters()), {}
