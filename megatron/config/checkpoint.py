@@ -17,10 +17,46 @@ class CheckpointConfig:
         help="Save every so many steps.",
         units="steps",
     )
+    async_save: bool = field(
+        False, help="Write checkpoints in the background, from a copy in host memory."
+    )
+    verify_checkpoint: bool = field(
+        False, help="Read every checkpoint back and compare it before it counts as saved."
+    )
+    keep_last: int | None = field(
+        help="Remove older checkpoints, so that so many stay.",
+        units="checkpoints",
+        fallback="all stay, or 1 with --keep-every",
+    )
+    keep_every: int | None = field(
+        flags=("--keep-every", "--save-retain-interval"),
+        help="Keep the checkpoints of steps that this divides, and the last ones.",
+        units="steps",
+    )
+    non_persistent_save_interval: int | None = field(
+        help="Save every so many steps a checkpoint that the next one replaces.", units="steps"
+    )
+    non_persistent_ckpt_type: str | None = field(
+        choices=("global", "local"),
+        help="Where those go: one for all ranks on a shared disk, or each rank's own share on a"
+        " disk of its machine.",
+    )
+    non_persistent_global_ckpt_dir: str | None = field(
+        help="Folder of non-persistent checkpoints on a shared disk.",
+        fallback="non_persistent in --save and --load",
+    )
+    non_persistent_local_ckpt_dir: str | None = field(
+        help="Folder of non-persistent checkpoints on a disk of each machine."
+    )
     load: str | None = field(
         help="Folder to resume from: a checkpoint folder, or one of its iter_XXXXXXX folders."
     )
     ckpt_step: int | None = field(help="Step to load instead of the newest one.", units="steps")
+    no_ckpt_fallback: bool = field(
+        False,
+        help="End with an error when the newest checkpoint is damaged, instead of loading the one"
+        " before it.",
+    )
     ckpt_format: str = field("torch_dist", choices=("torch_dist",), help="Format of checkpoints.")
     no_save_optim: bool = field(False, help="Leave the optimizer out of checkpoints.")
     no_save_rng: bool = field(False, help="Leave the random state out of checkpoints.")

@@ -83,7 +83,13 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--cuda-graph-impl": (("none",), _ALWAYS),
     "--data-parallel-sharding-strategy": (("no_shard",), _ALWAYS),
     "--rerun-mode": (("disabled",), _ALWAYS),
-    "--exit-signal": (("SIGTERM", "sigterm"), _ALWAYS),
+    "--use-persistent-ckpt-worker": (ANY, "--async-save writes in a thread of each process"),
+    "--async-strategy": (ANY, "--async-save writes in a thread of each process"),
+    "--verify-integrity": (
+        ANY,
+        "the checksum of every file is recorded and compared when it is loaded, always so here",
+    ),
+    "--non-persistent-local-ckpt-algo": (ANY, "each process writes what it holds"),
     "--empty-unused-memory-level": (("0",), _ALWAYS),
 }
 
@@ -115,9 +121,6 @@ LAUNCHER_FLAGS = (
 
 # Exact flag to (why, fix).
 REFUSED: dict[str, tuple[str, str]] = {
-    "--async-save": ("Saving blocks the run in this release", "Remove it"),
-    "--use-persistent-ckpt-worker": ("It belongs to --async-save", "Remove both"),
-    "--async-strategy": ("It belongs to --async-save", "Remove both"),
     **{
         f"--{off}-tp-comm-split-{what}": (
             "Transformer Engine removed these overlaps in 1.6, in favour of others",
@@ -261,7 +264,7 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
     ),
     (r"encoder-|decoder-|vocab-extra", "Encoder-decoder models are", ""),
     (
-        r"yarn-|mrope|rope-type|no-rope-freq|rotary-seq|relative-|window-",
+        r"yarn-|mrope|rope-type|no-rope-freq|relative-|window-",
         "That kind of positions is",
         "Use --position-embedding-type learned_absolute, rope or none",
     ),

@@ -16,6 +16,7 @@ from megatron.config import (
     rules_parallel,
     rules_pipeline,
     rules_replicas,
+    rules_saving,
     rules_training,
 )
 from megatron.config.draft import Draft
@@ -40,6 +41,7 @@ _LISTED = (
     rules_fp8_stats,
     rules_data,
     rules_mix,
+    rules_saving,
 )
 _MODULES = [m.__name__ for m in _LISTED]
 RULES.sort(key=lambda one: _MODULES.index(one.__module__))

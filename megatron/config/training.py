@@ -34,7 +34,21 @@ class TrainingConfig:
         help="Save and leave after this long.", units="minutes"
     )
     exit_signal_handler: bool = field(
-        False, help="On SIGTERM or SIGUSR1 finish the step, save and leave."
+        False,
+        help="On SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal finish the step, save and leave.",
+    )
+    exit_signal: str = field(
+        "SIGTERM",
+        choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP", "SIGQUIT"),
+        aliases={
+            "15": "SIGTERM", "10": "SIGUSR1", "12": "SIGUSR2", "2": "SIGINT", "1": "SIGHUP",
+            "3": "SIGQUIT", "sigterm": "SIGTERM", "sigint": "SIGINT",
+        },
+        help="A further signal that --exit-signal-handler listens to.",
+    )  # fmt: skip
+    exit_signal_deadline: float | None = field(
+        help="Leave at most so long after the signal, if need be without the checkpoint.",
+        units="seconds",
     )
     eval_interval: int | None = field(
         help="Evaluate on the validation data every so many steps.", units="steps"

@@ -231,6 +231,24 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     return values
 
 
+def gather_to_first(value: Any, axis: Axis) -> list[Any] | None:
+    """Return every rank's picklable value on the first rank, None on the others. Not noted."""
+    if isinstance(axis.group, PaperGroup):
+        return [value] * axis.size
+    values: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
+    dist.gather_object(value, values, dst=axis.ranks[0], group=axis.group)
+    return values
+
+
+def scatter_from_first(values: list[Any] | None, axis: Axis) -> Any:
+    """Return this rank's one of the picklable values of the first rank. Not noted."""
+    if isinstance(axis.group, PaperGroup):
+        return None if values is None else values[axis.rank]
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, values, src=axis.ranks[0], group=axis.group)
+    return own[0]
+
+
 def broadcast_object(value: Any, axis: Axis, src: int = 0) -> Any:
     """Return the picklable value of index `src` of the axis. Not noted."""
     values = [value]

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.shards import FlatRange
-from megatron.training import checkpoint_config, fp8_entries, random_state
+from megatron.training import checkpoint_config, finding, fp8_entries, random_state
 from megatron.training.progress import Progress
 from megatron.training.residual_entries import PREFIX as RESIDUAL_PREFIX
 from megatron.training.residual_entries import Residual
@@ -97,6 +97,72 @@ def _timestamp() -> str:
 # ------------------------------------------------------------------------------------------- save
 
 
+@dataclass(frozen=True)
+class Entries:
+    """What a rank contributes to a checkpoint; see `io.save`."""
+
+    tensors: dict[str, Sharded]
+    blobs: dict[str, bytes]
+    assets: dict[str, Path | bytes]
+
+
+def collect(
+    cfg: RunConfig,
+    mesh: ParallelState,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scheduler: Scheduler | None,
+    fp8: Stateful | None,
+    progress: Progress,
+    residual: Residual | None = None,
+    guards: Stateful | None = None,
+    alone: bool = False,
+) -> Entries:
+    """Describe the run's present state as entries of a checkpoint. Every rank calls this.
+
+    Plain values are copied; tensors are those of the run, which are to be copied or written before
+    they change.
+
+    Args:
+        cfg: The configuration; ``no_save_optim`` and ``no_save_rng`` count here.
+        mesh: The process mesh.
+        model: The model, bare or wrapped for data parallelism.
+        optimizer: None to leave it out.
+        scheduler: None to leave it out.
+        fp8: FP8 state, None without.
+        progress: The counters.
+        residual: What FP8 gradient reductions keep, None without.
+        guards: What watches over the run, None without; plain values, the same on every rank.
+        alone: Whether each rank keeps its own checkpoint, with the entry that all share.
+    """
+    peers = Peers(mesh.world)
+    bare = _bare(model)
+    stacking = checkpoint_config.stacking_of(cfg)
+    in_fp8 = optimizer.fp8_values() if optimizer is not None else {}
+    tensors = schema.model_state(bare, mesh, stacking, in_fp8)
+    blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
+    if optimizer is not None and not cfg.no_save_optim:
+        named, owned = optimizer.named_state(), optimizer.owned_ranges
+        tensors.update(schema.optimizer_state(named, bare, mesh, stacking, owned))
+    kept = residual.save(stacking) if residual is not None else {}
+    tensors.update({} if cfg.no_save_optim else kept)
+    places = fp8_entries.Places.of(cfg, mesh)
+    tree, fp8_tensors = fp8_entries.split(fp8.state_dict() if fp8 else {}, places)
+    tensors.update(fp8_tensors)
+    if mesh.pp.size > 1 or mesh.ep.size > 1:  # each rank knows its own layers only
+        tree = fp8_entries.merge(peers.gather(tree))
+    assets: dict[str, Path | bytes] = {}
+    if peers.leads or alone:
+        common = _common(cfg, mesh, None if cfg.no_save_optim else optimizer, scheduler, progress)
+        watch = guards.state_dict() if guards else {}
+        blobs[schema.COMMON_KEY] = plain.dump({**common, "fp8": tree, "guards": watch})
+        assets[schema.COMMON_FILE] = blobs[schema.COMMON_KEY]  # for Megatron-Core up to 0.18
+    if not cfg.no_save_rng:
+        blobs[_rng_key(mesh)] = plain.dump(random_state.capture())
+    return Entries(tensors, blobs, assets)
+
+
 def save_checkpoint(
     cfg: RunConfig,
     mesh: ParallelState,
@@ -115,15 +181,15 @@ def save_checkpoint(
     Every rank calls this; it returns when the checkpoint is complete on disk.
 
     Args:
-        cfg: The configuration; ``save``, ``no_save_optim`` and ``no_save_rng`` count here.
+        cfg: The configuration; ``save`` counts here, and what `collect` looks at.
         mesh: The process mesh.
-        model: The model, bare or wrapped for data parallelism.
-        optimizer: None to leave it out.
-        scheduler: None to leave it out.
-        fp8: FP8 state, None without.
-        progress: The counters.
-        residual: What FP8 gradient reductions keep, None without.
-        guards: What watches over the run, None without; plain values, the same on every rank.
+        model: See `collect`, as for all others.
+        optimizer: See there.
+        scheduler: See there.
+        fp8: See there.
+        progress: See there.
+        residual: See there.
+        guards: See there.
         say: Receives the lines to show, on the first rank only.
 
     Returns:
@@ -138,45 +204,36 @@ def save_checkpoint(
             complaint("--save", None, "There is no place to write to", "Name a directory")
         )
     peers = Peers(mesh.world)
-    iteration = progress.iteration
     if peers.leads:
-        say(
-            f"[{_timestamp()}] saving checkpoint at iteration {iteration:7d} to {cfg.save} "
-            f"in {cfg.ckpt_format} format"
-        )
-    bare = _bare(model)
-    stacking = checkpoint_config.stacking_of(cfg)
-    in_fp8 = optimizer.fp8_values() if optimizer is not None else {}
-    tensors = schema.model_state(bare, mesh, stacking, in_fp8)
-    blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
-    if optimizer is not None and not cfg.no_save_optim:
-        named, owned = optimizer.named_state(), optimizer.owned_ranges
-        tensors.update(schema.optimizer_state(named, bare, mesh, stacking, owned))
-    kept = residual.save(stacking) if residual is not None else {}
-    tensors.update({} if cfg.no_save_optim else kept)
-    places = fp8_entries.Places.of(cfg, mesh)
-    tree, fp8_tensors = fp8_entries.split(fp8.state_dict() if fp8 else {}, places)
-    tensors.update(fp8_tensors)
-    if mesh.pp.size > 1 or mesh.ep.size > 1:  # each rank knows its own layers only
-        tree = fp8_entries.merge(peers.gather(tree))
-    assets: dict[str, Path | bytes] = {}
+        say(saving_line(progress.iteration, cfg.save, cfg.ckpt_format))
+    entries = collect(
+        cfg, mesh, model=model, optimizer=optimizer, scheduler=scheduler, fp8=fp8,
+        progress=progress, residual=residual, guards=guards,
+    )  # fmt: skip
+    saved = io.save(
+        Path(cfg.save), progress.iteration, entries.tensors, entries.blobs, peers, entries.assets
+    )
     if peers.leads:
-        common = _common(cfg, mesh, None if cfg.no_save_optim else optimizer, scheduler, progress)
-        watch = guards.state_dict() if guards else {}
-        blobs[schema.COMMON_KEY] = plain.dump({**common, "fp8": tree, "guards": watch})
-        assets[schema.COMMON_FILE] = blobs[schema.COMMON_KEY]  # for Megatron-Core up to 0.18
-    if not cfg.no_save_rng:
-        blobs[_rng_key(mesh)] = plain.dump(random_state.capture())
-    saved = io.save(Path(cfg.save), iteration, tensors, blobs, peers, assets)
-    if peers.leads:
-        rate = saved.size_bytes / max(saved.seconds, 1e-9) / 1e6
-        say(
-            f"  [{_timestamp()}] successfully saved checkpoint from iteration {iteration:7d} to "
-            f"{cfg.save} [ t {mesh.tp.rank + 1}/{mesh.tp.size}, "
-            f"p {mesh.pp.rank + 1}/{mesh.pp.size} ] "
-            f"({saved.size_bytes / 1e6:.1f} MB in {saved.seconds:.2f} s, {rate:.0f} MB/s)"
-        )
+        say(saved_line(progress.iteration, cfg.save, saved, mesh))
     return saved.directory
+
+
+def saving_line(iteration: int, root: str | Path, ckpt_format: str) -> str:
+    """Return the line that a save begins with, for log readers."""
+    return (
+        f"[{_timestamp()}] saving checkpoint at iteration {iteration:7d} to {root} "
+        f"in {ckpt_format} format"
+    )
+
+
+def saved_line(iteration: int, root: str | Path, saved: io.Saved, mesh: ParallelState) -> str:
+    """Return the line that tells that a checkpoint is complete on disk."""
+    rate = saved.size_bytes / max(saved.seconds, 1e-9) / 1e6
+    return (
+        f"  [{_timestamp()}] successfully saved checkpoint from iteration {iteration:7d} to "
+        f"{root} [ t {mesh.tp.rank + 1}/{mesh.tp.size}, p {mesh.pp.rank + 1}/{mesh.pp.size} ] "
+        f"({saved.size_bytes / 1e6:.1f} MB in {saved.seconds:.2f} s, {rate:.0f} MB/s)"
+    )
 
 
 def check_save(
@@ -216,11 +273,6 @@ def _bare(model: nn.Module) -> nn.Module:
     return model
 
 
-def _arrangement(mesh: ParallelState) -> dict[str, int]:
-    axes = {"tp": mesh.tp, "cp": mesh.cp, "dp": mesh.dp, "pp": mesh.pp, "world": mesh.world}
-    return {name: axis.size for name, axis in axes.items()}
-
-
 def _common(
     cfg: RunConfig,
     mesh: ParallelState,
@@ -239,7 +291,7 @@ def _common(
         "num_floating_point_operations_so_far": progress.floating_point_operations_so_far,
         "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
         "progress": counters,
-        "arrangement": _arrangement(mesh),
+        "arrangement": finding.arrangement(mesh),
         "opt_param_scheduler": scheduler.state_dict() if scheduler else None,
         "optimizer_scalars": optimizer.scalars() if optimizer else None,
     }
@@ -263,6 +315,7 @@ class _Loading:
     common: dict[str, Any]
     weights_only: bool
     say: Say
+    alone: bool = False  # each rank reads a checkpoint of its own
 
     def note(self, text: str) -> None:
         if self.peers.leads:
@@ -281,6 +334,7 @@ def load_checkpoint(
     residual: Residual | None = None,
     guards: Stateful | None = None,
     say: Say = print_line,
+    warn: Say | None = None,
 ) -> bool:
     """Continue from the checkpoint that ``--load`` means.
 
@@ -297,6 +351,7 @@ def load_checkpoint(
         residual: What FP8 gradient reductions keep, None without.
         guards: What watches over the run, None to leave it alone.
         say: Receives the lines to show, on the first rank only.
+        warn: Receives there what went wrong without stopping the run; default `say`.
 
     Returns:
         Whether there was a checkpoint.
@@ -307,13 +362,12 @@ def load_checkpoint(
     if cfg.load is None:
         return False
     peers = Peers(mesh.world)
-    found = _find(cfg, peers, say)
-    if found is None:
+    opened = finding.open_newest(cfg, mesh, peers, say, warn or say)
+    if opened is None:
         return False
-    reader = io.open_checkpoint(found.directory, peers)
-    common = peers.attempt(lambda: checkpoint_config.read_common(reader))
-    weights_only = cfg.finetune or found.iteration == place.RELEASE
-    loading = _Loading(cfg, mesh, peers, reader, common, weights_only, say)
+    reader, common = opened.reader, opened.common
+    weights_only = cfg.finetune or opened.iteration == place.RELEASE
+    loading = _Loading(cfg, mesh, peers, reader, common, weights_only, say, opened.alone)
     saved = checkpoint_config.saved_settings(common)
     for note in peers.attempt(lambda: checkpoint_config.check_same_model(saved, cfg)):
         loading.note(note)
@@ -328,7 +382,7 @@ def load_checkpoint(
         guards.load_state_dict(common.get("guards") or {})
     peers.attempt(lambda: _load_random_state(loading))
     loading.note(
-        f"  successfully loaded checkpoint from {cfg.load} "
+        f"  successfully loaded checkpoint from {opened.place} "
         f"[ t {mesh.tp.rank + 1}/{mesh.tp.size}, p {mesh.pp.rank + 1}/{mesh.pp.size} ] "
         f"at iteration {progress.iteration}"
     )
@@ -361,12 +415,11 @@ def check_load(
         return False
     mesh = ParallelState.single()
     peers = Peers(mesh.world)
-    found = _find(cfg, peers, say)
-    if found is None:
+    opened = finding.open_newest(cfg, mesh, peers, say, say, contents=False)
+    if opened is None:
         return False
-    reader = io.open_checkpoint(found.directory, peers, contents=False)
-    common = checkpoint_config.read_common(reader)
-    weights_only = cfg.finetune or found.iteration == place.RELEASE
+    reader, common = opened.reader, opened.common
+    weights_only = cfg.finetune or opened.iteration == place.RELEASE
     loading = _Loading(cfg, mesh, peers, reader, common, weights_only, say)
     for note in checkpoint_config.check_same_model(checkpoint_config.saved_settings(common), cfg):
         say(note)
@@ -389,47 +442,11 @@ def with_checkpoint_args(cfg: RunConfig) -> RunConfig:
     """
     if not cfg.use_checkpoint_args or cfg.load is None:
         return cfg
-    found = place.find(Path(cfg.load), cfg.ckpt_step)
-    if found is not None:
-        common = checkpoint_config.read_common(Reader(found.directory))
+    common = finding.read_newest_common(cfg.load, cfg.ckpt_step, cfg.no_ckpt_fallback)
+    if common is not None:
         cfg = checkpoint_config.adopt(cfg, checkpoint_config.saved_settings(common))
     cfg.replace(use_checkpoint_args=False)  # the rules that waited for the checkpoint's settings
     return cfg
-
-
-def _find(cfg: RunConfig, peers: Peers, say: Say) -> place.Found | None:
-    root = Path(cfg.load)
-    found = peers.decide(lambda: place.find(root, cfg.ckpt_step))
-    if found is None:
-        lines = [
-            f"WARNING: could not find the metadata file {root / place.TRACKER_FILE}",
-            "    will not load any checkpoints and will start from random",
-        ]
-        others = peers.decide(lambda: place.committed(root))
-        if others:
-            lines.append(
-                f"    ({root} holds complete checkpoints up to iteration {others[-1][0]}; "
-                f"to continue from it pass --ckpt-step {others[-1][0]})"
-            )
-        if cfg.exit_on_missing_checkpoint:
-            raise CheckpointError(
-                complaint(
-                    "--exit-on-missing-checkpoint",
-                    f"--load {root}",
-                    f"There is no checkpoint: could not find the metadata file "
-                    f"{root / place.TRACKER_FILE}",
-                    "Correct --load, or leave the flag out to start from random weights",
-                )
-            )
-    else:
-        lines = [
-            *found.notes,
-            f" loading distributed checkpoint from {cfg.load} at iteration {found.iteration}",
-        ]
-    if peers.leads:
-        for line in lines:
-            say(line)
-    return found
 
 
 def _megatron_progress(common: Mapping[str, Any]) -> dict[str, Any]:
@@ -482,21 +499,20 @@ def _check_tensors(
     hint: str = "",
 ) -> None:
     """Refuse missing, unexpected and differently shaped tensors, over all ranks together."""
+    own = {k: (tuple(w.size()), w.padded_dim) for k, w in wanted.items()}
     everyone: dict[str, tuple[tuple[int, ...], int | None]] = {}
-    for part in loading.peers.gather(
-        {k: (tuple(w.size()), w.padded_dim) for k, w in wanted.items()}
-    ):
+    for part in [own] if loading.alone else loading.peers.gather(own):
         everyone.update(part)
     found = schema.compare(everyone, stored)
+    problem = None
     if found:
-        raise CheckpointError(
-            complaint(
-                "--load",
-                loading.reader.directory,
-                f"Its tensors do not fit {what}: {found.describe()}",
-                hint or "Load a checkpoint of this model",
-            )
+        problem = complaint(
+            "--load",
+            loading.reader.directory,
+            f"Its tensors do not fit {what}: {found.describe()}",
+            hint or "Load a checkpoint of this model",
         )
+    loading.peers.agree(problem)
 
 
 def _load_schedule(
@@ -549,7 +565,7 @@ def _load_random_state(loading: _Loading) -> None:
     if loading.weights_only or loading.cfg.no_load_rng:
         return
     key = _rng_key(loading.mesh)
-    same = loading.common.get("arrangement") == _arrangement(loading.mesh)
+    same = loading.common.get("arrangement") == finding.arrangement(loading.mesh)
     if same and key in loading.reader.blobs:
         data = loading.reader.read_blob(key)
         random_state.restore(plain.load(data, f"{loading.reader.directory}: {key}"))

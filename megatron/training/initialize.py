@@ -23,6 +23,7 @@ from megatron.config import ConfigError, Problem, RunConfig
 from megatron.config.alignment import misaligned
 from megatron.core.backends.contract import Backend
 from megatron.core.backends.registry import Choice, choose
+from megatron.core.dist_checkpointing.lock import Job
 from megatron.core.errors import MeshError, complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.tensor_parallel.mappings import gather_objects
@@ -48,6 +49,7 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    job: Job = Job()
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
         world_size=world_size,
         local_rank=_number(env, "LOCAL_RANK", 0),
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1),
+        job=Job(env.get("SLURM_JOB_ID", ""), _number(env, "SLURM_RESTART_COUNT", 0)),
     )
 
 

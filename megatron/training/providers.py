@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.config import RunConfig
 from megatron.core.build import Build
+from megatron.core.datasets.build import Position
+from megatron.core.datasets.history import Record
 from megatron.core.datasets.source import Sources, build_sources
 from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
-from megatron.core.dist_checkpointing import directory
-from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.distributed.ddp import DistributedDataParallel
 from megatron.core.errors import BackendUnavailable, complaint
 from megatron.core.fp8 import Fp8State
@@ -30,8 +29,10 @@ from megatron.core.pipeline_parallel.layout import local_stages
 from megatron.core.shards import global_shape, is_expert, shard_axis
 from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.training.checkpoint_config import read_common, saved_settings
+from megatron.training.checkpoint_config import saved_settings
+from megatron.training.finding import read_newest_common
 from megatron.training.initialize import Runtime
+from megatron.training.progress import Progress
 from megatron.training.residual_entries import Residual
 
 _WIRE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -84,10 +85,8 @@ def saved_config(load: str, step: int | None = None) -> dict[str, Any] | None:
     Raises:
         CheckpointError: There is one and it is unusable.
     """
-    found = directory.find(Path(load), step)
-    if found is None:
-        return None
-    return saved_settings(read_common(Reader(found.directory)))
+    common = read_newest_common(load, step)
+    return None if common is None else saved_settings(common)
 
 
 def with_tokenizer(runtime: Runtime) -> tuple[Runtime, Tokenizer]:
@@ -202,6 +201,23 @@ def count_parameters(model: torch.nn.Module, mesh: ParallelState) -> int:
     return sum(gather_objects(count, mesh.pp))
 
 
-def setup_sources(cfg: RunConfig, tokenizer: Tokenizer, runtime: Runtime) -> Sources:
-    """Build the training, validation and test batches. Collective: every rank calls it."""
-    return build_sources(cfg, tokenizer, runtime.mesh)
+def setup_sources(
+    cfg: RunConfig, tokenizer: Tokenizer, runtime: Runtime, progress: Progress | None = None
+) -> Sources:
+    """Build the training, validation and test batches. Collective: every rank calls it.
+
+    Args:
+        cfg: The configuration.
+        tokenizer: The tokenizer the corpus was written with.
+        runtime: Mesh and device.
+        progress: How far the run has come.
+    """
+    position = None
+    if progress is not None:
+        position = Position(
+            iteration=progress.iteration,
+            trained=progress.trained_samples,
+            valid=progress.consumed_valid_samples,
+            record=Record.of(progress.data) if progress.data else None,
+        )
+    return build_sources(cfg, tokenizer, runtime.mesh, position)

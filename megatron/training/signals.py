@@ -15,8 +15,8 @@ from megatron.core.mesh import Axis
 from megatron.core.paper import numbers
 from megatron.core.tensor_parallel.mappings import all_reduce_
 
-# SIGTERM comes from schedulers and launchers, SIGUSR1 from `sbatch --signal`.
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# SIGTERM comes from schedulers and launchers, the others from `sbatch --signal`.
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class ExitWatch:
@@ -35,16 +35,19 @@ class ExitWatch:
 
     def __init__(self, cfg: RunConfig, world: Axis, device: torch.device, started: float) -> None:
         self._handle_signals = cfg.exit_signal_handler
+        self._signals = {*_SIGNALS, signal.Signals[cfg.exit_signal]}
+        self._deadline_s: float | None = cfg.exit_signal_deadline
+        self._received_at: float | None = None
         self._minutes = cfg.exit_duration_in_mins
         self._interval = cfg.exit_interval
         self._world, self._device, self._started = world, device, started
-        self._received = 0
+        self._received, self._stopping = 0, False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> ExitWatch:
         """Install the handlers."""
         if self._handle_signals:
-            for number in _SIGNALS:
+            for number in self._signals:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -60,7 +63,17 @@ class ExitWatch:
         self._before.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._received_at is None:
+            self._received_at = time.monotonic()
         self._received = max(self._received, number)
+
+    def seconds_left(self) -> float | None:
+        """Return how long this rank may still take; None without a deadline or a signal."""
+        if self._deadline_s is None or not self._stopping:
+            return None
+        if self._received_at is None:  # it reached other ranks only
+            self._received_at = time.monotonic()
+        return self._deadline_s - (time.monotonic() - self._received_at)
 
     def interrupted(self) -> bool:
         """Return whether a signal has reached any rank. Collective."""
@@ -79,6 +92,7 @@ class ExitWatch:
             flags = torch.tensor([float(self._received), elapsed], device=self._device)
             number, minutes = numbers(all_reduce_(flags, self._world, "max", CONTROL))
             if number:
+                self._stopping = True
                 return f"exiting program after receiving {signal.Signals(int(number)).name}."
             if self._minutes is not None and minutes > self._minutes:
                 return f"exiting program after {minutes:.2f} minutes"

@@ -6,16 +6,16 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
 
 from megatron.config import RunConfig
+from megatron.core.datasets.cache import decisions
+from megatron.core.datasets.mixed import Ledger
 from megatron.core.datasets.source import Source, Sources
 from megatron.core.errors import TrainingError, complaint
 from megatron.core.fp8 import PrecisionRow
 from megatron.core.mesh import MeshSizes
 from megatron.observe.bus import Bus
 from megatron.observe.events import (
-    CheckpointSaved,
     EvalEnd,
     Incident,
     Message,
@@ -26,7 +26,7 @@ from megatron.observe.events import (
 from megatron.observe.lines import stamp
 from megatron.observe.sinks import build_sinks
 from megatron.training import fp8_watch, precision
-from megatron.training.checkpointing import check_save, load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import Entries, collect, load_checkpoint
 from megatron.training.flops import flops_per_iteration
 from megatron.training.guards import Guards
 from megatron.training.initialize import Runtime
@@ -40,17 +40,12 @@ from megatron.training.providers import (
     setup_sources,
     with_tokenizer,
 )
+from megatron.training.saver import PERSISTENT, Saver
 from megatron.training.signals import ExitWatch
 from megatron.training.step import StepOutcome, TrainStep, evaluate, parameters_are_finite
 
 # A run whose loss or gradients are not finite this many times in a row does not recover.
 MAX_BAD_STEPS = 3
-
-
-def _folder_and_parent(load: str) -> tuple[Path, Path]:
-    """Return where ``--load`` may have found a checkpoint: it names a folder or one in it."""
-    folder = Path(load).resolve()
-    return folder, folder.parent
 
 
 class Trainer:
@@ -66,15 +61,13 @@ class Trainer:
         self.config: RunConfig = self._runtime.config
         self.mesh = runtime.mesh
         self.progress = Progress()
-        self.last_checkpoint = ""
-        self._last_good_checkpoint = ""
         self._notices = notices
         self._bad_steps = 0
         self._batches = self.config.batches()
         self._last_iteration = int(self.config.train_iters)
-        self._saved_at: int | None = None
         self._parts: Parts | None = None
         self._step: TrainStep | None = None
+        self._ledger: Ledger | None = None
         self._guards: Guards | None = None
         sinks, incidents = build_sinks(self.config, self.mesh.rank)
         self.bus = Bus(
@@ -85,6 +78,7 @@ class Trainer:
         )
         for incident in incidents:
             self.bus.emit(incident)
+        self._saver = Saver(self._runtime, self._entries, self.bus)
 
     @property
     def parts(self) -> Parts:
@@ -129,6 +123,7 @@ class Trainer:
                 finally:
                     sources.close()
         finally:
+            self._saver.close()
             self.bus.close()
 
     # -- before the first step ------------------------------------------------------------------
@@ -144,7 +139,7 @@ class Trainer:
             self._say(f"setting number of microbatches to constant {cfg.num_microbatches}")
         else:
             self._say(f"global batch size: {self._batches.text()}")
-        check_save(cfg, self.mesh, self._say)
+        self._saver.open()
         self._parts = setup_model(cfg, runtime)
         self._parts.fp8.stats = fp8_watch.collector(runtime)
         if cfg.load is not None:
@@ -159,11 +154,15 @@ class Trainer:
                 residual=self._parts.residual(cfg, self.mesh),
                 guards=self.guards,
                 say=self._say,
+                warn=lambda text: self.bus.emit(Incident(text)),
             )
             if loaded:
-                self.last_checkpoint = self._last_good_checkpoint = str(cfg.load)
-                if cfg.save and Path(cfg.save).resolve() in _folder_and_parent(cfg.load):
-                    self._saved_at = self.progress.iteration
+                self._saver.loaded(str(cfg.load), self.progress.iteration)
+        if self.progress.consumed_train_samples and not self.progress.data:
+            self._say(
+                "NOTE: the checkpoint does not say which data it was trained on; this run's are "
+                "taken for the same"
+            )
         if cfg.train_samples is not None:
             done = self.progress.trained_samples
             left = self._batches.steps(done, cfg.train_samples)
@@ -171,7 +170,9 @@ class Trainer:
         self.parts.fp8.begin(self.progress.iteration)
         self._describe()
         self._stamp("after model, optimizer, and learning rate scheduler are built")
-        sources = setup_sources(cfg, self._tokenizer, runtime)
+        with decisions(self._say):
+            sources = setup_sources(cfg, self._tokenizer, runtime, self.progress)
+        self._ledger = sources.ledger
         self._describe_data(sources)
         self._stamp("after dataloaders are built")
         self._say("done with setup ...")
@@ -274,13 +275,14 @@ class Trainer:
         while progress.iteration < self._last_iteration:
             self._switch_fp8(progress.iteration + 1)
             size = self._next_batch(self._step)
-            samples = progress.next_samples(available, size)
+            samples = progress.next_samples(available, size, sources.train.begin)
             outcome = self._step.run(progress.iteration + 1, samples)
             self._account(outcome, size)
+            self._saver.poll()
             fp8.after_step()
             self._report_memory(progress.iteration - first)
             self._explain_bad_step(outcome, sources.train, samples, size)
-            if self.guards.after_step(outcome, self._last_good_checkpoint):
+            if self.guards.after_step(outcome, self._saver.last_good):
                 continue
             self._stop_when_hopeless(outcome)
             if cfg.eval_interval and progress.iteration % cfg.eval_interval == 0:
@@ -289,11 +291,12 @@ class Trainer:
                 gc.collect()
             reason = watch.reason(progress.iteration)
             if reason is not None:
-                self._leave_early(reason)
+                self._leave_early(reason, watch)
                 return
-            if cfg.save and cfg.save_interval and progress.iteration % cfg.save_interval == 0:
-                self._save()
-            self.guards.end_iteration(saved=self._saved_at == progress.iteration)
+            kind = self._saver.due(progress.iteration)
+            if kind is not None:
+                self._save(kind)
+            self.guards.end_iteration(saved=self._saver.requested_at == progress.iteration)
         self._finish(sources, watch)
 
     def _next_batch(self, step: TrainStep) -> int:
@@ -375,8 +378,9 @@ class Trainer:
         self._bad_steps += 1
         if self._bad_steps < MAX_BAD_STEPS:
             return
+        self._saver.finish()
         what = "loss" if not outcome.loss_is_finite else "gradient norm"
-        last = self._last_good_checkpoint
+        last = self._saver.last_good
         raise TrainingError(
             complaint(
                 what,
@@ -420,42 +424,53 @@ class Trainer:
 
     # -- the end --------------------------------------------------------------------------------
 
-    def _save(self) -> None:
-        """Write a checkpoint unless this iteration has one already."""
-        if not self.config.save or self._saved_at == self.progress.iteration:
+    def _save(self, kind: str = PERSISTENT, still: bool = False) -> None:
+        """Save unless this iteration has a checkpoint already.
+
+        Args:
+            kind: Which kind of checkpoint.
+            still: Whether this is the last thing that the run does.
+        """
+        if not self.config.save or self._saver.saved_at == self.progress.iteration:
             return
         parts = self.parts
         parts.ddp.finish_param_sync()
         if self._bad_steps and not parameters_are_finite(parts, self.mesh.world):
-            last = self._last_good_checkpoint or "none"
+            last = self._saver.last_good or "none"
             self._say(
                 f"WARNING: no checkpoint at iteration {self.progress.iteration}: the weights are "
                 f"not finite. Last good checkpoint: {last}"
             )
             return
+        if self._ledger is not None:
+            consumed = self.progress.consumed_train_samples
+            self.progress.data = self._ledger.record(consumed).to_dict()
         with self.bus.paused():
-            path: Path = save_checkpoint(
-                self.config,
-                self.mesh,
-                model=parts.model,
-                optimizer=parts.optimizer,
-                scheduler=parts.scheduler,
-                fp8=parts.fp8,
-                progress=self.progress,
-                residual=parts.residual(self.config, self.mesh),
-                guards=self.guards,
-                say=self._say,
-            )
-        self._saved_at = self.progress.iteration
-        self.last_checkpoint = str(path)
-        if not self._bad_steps:
-            self._last_good_checkpoint = str(path)
-        self.bus.emit(CheckpointSaved(self.progress.iteration, str(path)))
+            self._saver.request(self.progress.iteration, kind, not self._bad_steps, still)
 
-    def _leave_early(self, reason: str) -> None:
-        self._save()
+    def _entries(self, alone: bool) -> Entries:
+        """Describe the present state for a checkpoint."""
+        parts = self.parts
+        return collect(
+            self.config,
+            self.mesh,
+            model=parts.model,
+            optimizer=parts.optimizer,
+            scheduler=parts.scheduler,
+            fp8=parts.fp8,
+            progress=self.progress,
+            residual=parts.residual(self.config, self.mesh),
+            guards=self.guards,
+            alone=alone,
+        )
+
+    def _leave_early(self, reason: str, watch: ExitWatch) -> None:
+        with self.bus.paused():
+            self._saver.save_within(
+                self.progress.iteration, watch, lambda still: self._save(still=still)
+            )
         self._stamp(reason)
-        self.bus.emit(RunEnd(self.progress.iteration, reason, self.last_checkpoint))
+        self.bus.emit(RunEnd(self.progress.iteration, reason, self._saver.last))
 
     def _finish(self, sources: Sources, watch: ExitWatch) -> None:
         """Save, then evaluate validation and test data a last time."""
@@ -469,7 +484,8 @@ class Trainer:
                 loss = evaluate(cfg, self._runtime, self.parts, sources.test, 0)
                 if loss is not None:
                     self._report_evaluation(f"{place} test set", loss)
-        self.bus.emit(RunEnd(progress.iteration, "done", self.last_checkpoint))
+        self._saver.finish()
+        self.bus.emit(RunEnd(progress.iteration, "done", self._saver.last))
 
     # -- words ----------------------------------------------------------------------------------
 

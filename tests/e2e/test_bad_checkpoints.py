@@ -74,8 +74,17 @@ def test_a_damaged_checkpoint(damage, ckpt):
     break_it(ckpt)
     before = snapshot(ckpt)
     another = f"newest other complete checkpoint is {ckpt / 'iter_0000001'}"
-    refused(resume(ckpt), 1, f"--load: got {ckpt / 'iter_0000002'}", says, another)
+    strict = [*resume(ckpt), "--no-ckpt-fallback"]
+    refused(strict, 1, f"--load: got {ckpt / 'iter_0000002'}", says, another)
     assert snapshot(ckpt) == before
+    if damage == "cut":
+        named = changed(resume(ckpt), "--load", ckpt / "iter_0000002")
+        refused(named, 1, f"--load: got {ckpt / 'iter_0000002'}", says)
+        assert snapshot(ckpt) == before
+    if damage == "altered":
+        done = accepted(resume(ckpt), "iteration 2 is left out", says, "at iteration 1")
+        assert len(done.losses()) == 3  # of 4 iterations
+        assert "iteration 2 is left out" not in accepted(resume(ckpt), "nothing is left").out
 
 
 @pytest.mark.parametrize("file", ["manifest.json", ".metadata"])
@@ -85,7 +94,7 @@ def test_damage_that_nothing_else_would_notice(file, ckpt):
     (ckpt / "iter_0000002" / file).write_bytes(b"junk")
     # Neither a model nor a size is given: the settings come from the checkpoint.
     for args in (resume(ckpt), ["--load", ckpt, "--device", "cpu"]):
-        refused(args, 1, file)
+        refused([*args, "--ckpt-step", "2"], 1, file)
 
 
 @pytest.mark.parametrize("text", ["", "77", "seven"])

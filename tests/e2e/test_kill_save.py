@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 
@@ -13,60 +12,28 @@ import torch
 from megatron.core.dist_checkpointing import directory as place
 from megatron.core.dist_checkpointing import io, storage
 from megatron.core.dist_checkpointing.peers import Peers
-from megatron.core.dist_checkpointing.shard import Piece, Sharded, whole
-from megatron.core.mesh import Axis, MeshSizes, ParallelState
+from megatron.core.dist_checkpointing.shard import whole
+from megatron.core.mesh import MeshSizes, ParallelState
 from tests.distpool import RankError, run_ranks
-
-PEERS = Peers(Axis.single("world"))
-
-
-def state(iteration):
-    value = float(iteration)
-    pieces = [Piece(torch.full((64, 512), value), (64 * i, 0)) for i in range(8)]
-    return {"big": Sharded((512, 512), pieces), "step": whole(torch.tensor(value))}
+from tests.kills import PEERS, saves, state
 
 
-def save_until_killed(root, first, same):
-    """Save on and on; report each iteration whose save has returned."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        iteration = first
-        while True:
-            tensors = state(iteration if not same else first + (iteration - first) / 1000)
-            io.save(root, first if same else iteration, tensors, {"x": b"y"}, PEERS)
-            os.write(writer, f"{iteration}\n".encode())
-            iteration += 1
-    os.close(writer)
-    return child, reader
-
-
-def kill_after(child, reader, seconds):
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(reader) as lines:
-        return [int(line) for line in lines.read().splitlines()]
-
-
-@pytest.mark.parametrize("same", [False, True], ids=["next iteration", "same iteration"])
-def test_twenty_kills_lose_nothing(tmp_path, same):
-    rng = random.Random(0)
+@pytest.mark.parametrize(
+    ("same", "behind", "keep"),
+    [(False, False, 0), (True, False, 0), (False, True, 2)],
+    ids=["next iteration", "same iteration", "async, keep two"],
+)
+def test_twenty_kills_lose_nothing(tmp_path, same, behind, keep):
     io.save(tmp_path, 1, state(1), {"x": b"y"}, PEERS)
-    newest = 1
-    interrupted = 0
-    for round_number in range(20):
-        first = newest + 1
-        child, reader = save_until_killed(tmp_path, first, same)
-        returned = kill_after(child, reader, rng.uniform(0.002, 0.05))
-        leftovers = [n for n in os.listdir(tmp_path) if n.endswith((".tmp", ".old"))]
-        interrupted += bool(leftovers)
+    newest, interrupted = 1, 0
+    for first, returned, left in saves(tmp_path, 20, same, behind, keep):
+        interrupted += bool(left)
         found = place.find(tmp_path)
         opened = io.open_checkpoint(found.directory, PEERS)
         stored = opened.read("step").item()
-        assert (opened.read("big") == stored).all(), round_number
-        assert found.notes == (), round_number
+        assert (opened.read("big") == stored).all()
+        assert found.notes == ()
+        kept = [i for i, _ in place.committed(tmp_path)]
         if same:
             assert found.iteration in (newest, first)
             if returned:
@@ -75,8 +42,9 @@ def test_twenty_kills_lose_nothing(tmp_path, same):
         else:
             assert stored == found.iteration
             assert found.iteration >= max([newest, *returned])
-            kept = [i for i, _ in place.committed(tmp_path)]
-            assert set(kept) >= {newest, *returned}
+            wanted = {newest, *returned, found.iteration}
+            assert set(kept) >= (set(sorted(wanted)[-keep:]) if keep else wanted)
+            assert not keep or len(kept) <= keep + 1
         newest = found.iteration
     assert interrupted >= 3  # the kills did hit saves
 

@@ -76,7 +76,6 @@ def test_accepted_with_one_notice(line):
     [
         (("--main-grads-dtype", "bf16"), ["Only fp32"]),
         (("--use-megatron-fsdp",), ["--use-distributed-optimizer"]),
-        (("--async-save",), ["blocks"]),
         (("--moe-latent-size", "2"), ["got 2", "ixture-of-experts"]),
         (("--moe-shared-expert-overlap",), ["result is the same"]),
         (("--moe-enable-deepep",), ["alltoall"]),
@@ -110,11 +109,11 @@ def test_refused_with_the_reason(tokens, words):
 
 def test_arity_decides_what_a_refused_flag_swallows():
     with pytest.raises(ConfigError) as caught:
-        parse(["--async-save", "stray", "--moe-latent-size", "8", "9"])
+        parse(["--profile", "stray", "--moe-latent-size", "8", "9"])
     texts = [str(problem) for problem in caught.value.problems]
     assert [text.partition(":")[0] for text in texts] == [
         "stray",
-        "--async-save",
+        "--profile",
         "9",
         "--moe-latent-size",
     ]

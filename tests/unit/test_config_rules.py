@@ -8,6 +8,7 @@ import pytest
 from unit.data_refusals import DATA_REFUSED
 from unit.guard_refusals import GUARDS_REFUSED
 from unit.moe_refusals import MOE_REFUSED
+from unit.saving_refusals import SAVING_ACCEPTED, SAVING_REFUSED
 
 from megatron.config import ConfigError, Problem, make_config
 from megatron.config.draft import Draft, derive
@@ -667,7 +668,7 @@ REFUSED_ON_A_MESH = [
 
 @pytest.mark.parametrize(
     ("world_size", "fields", "flag", "words"),
-    REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED + DATA_REFUSED,
+    REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED + DATA_REFUSED + SAVING_REFUSED,
     ids=lambda v: str(v)[:60],
 )
 def test_refused_on_a_mesh(world_size, fields, flag, words):
@@ -719,6 +720,7 @@ ACCEPTED = [
     {"save": "x", "save_interval": 5, "load": "x", "finetune": True},
     {"exit_duration_in_mins": 5, "exit_interval": 3, "exit_signal_handler": True},
     {"fp16": True, "loss_scale": 1024.0},
+    *SAVING_ACCEPTED,
 ]
 
 
@@ -852,7 +854,7 @@ def test_every_rule_is_documented_and_exercised():
         first = (one.__doc__ or "").strip().splitlines()[0]
         assert first.endswith("."), one.__name__
     cases = [(1, fields) for fields, _, _ in REFUSED]
-    on_a_mesh = REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED + DATA_REFUSED
+    on_a_mesh = REFUSED_ON_A_MESH + MOE_REFUSED + GUARDS_REFUSED + DATA_REFUSED + SAVING_REFUSED
     cases += [(world, fields) for world, fields, _, _ in on_a_mesh]
     assert set(names) == set().union(*(fired(world, fields) for world, fields in cases))
 
@@ -874,6 +876,7 @@ def test_rules_are_listed_by_subject():
         "stats",
         "data",
         "mix",
+        "saving",
     ]
     assert len(list(dict.fromkeys(modules))) == len(
         [m for m, before in zip(modules, [None, *modules], strict=False) if m != before]

@@ -20,7 +20,7 @@ BUILDS_THE_FORM = "UnusableCheckpointError"
 # Checks of the callers' code, and texts that another message takes up.
 INTERNAL = {
     "megatron/core/dist_checkpointing/shard.py": 5,
-    "megatron/core/dist_checkpointing/io.py": 2,
+    "megatron/core/dist_checkpointing/writing.py": 2,
     "megatron/core/datasets/source.py": 1,
 }
 

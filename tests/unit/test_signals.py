@@ -56,3 +56,13 @@ def test_signal_is_noted_inside_and_handled_as_before_outside():
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert seen == ["outer", "outer"]
+
+
+def test_a_deadline_runs_from_the_signal_on():
+    with watch(exit_signal_handler=True, exit_signal="SIGHUP", exit_signal_deadline=5.0) as own:
+        assert own.reason(1) is None
+        assert own.seconds_left() is None
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.05)
+        assert own.reason(2) == "exiting program after receiving SIGHUP."
+        assert 4.0 < own.seconds_left() <= 4.95

@@ -41,7 +41,7 @@ import yaml  # noqa: E402
 from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser  # noqa: E402
 from megatron.core.dist_checkpointing import directory as place  # noqa: E402
 from megatron.core.dist_checkpointing import schema  # noqa: E402
-from megatron.core.dist_checkpointing.storage import Reader  # noqa: E402
+from megatron.core.dist_checkpointing.mp_reader import open_reader  # noqa: E402
 from megatron.core.errors import CheckpointError, MegatronError, complaint  # noqa: E402
 from megatron.training.checkpoint_config import read_common, saved_settings  # noqa: E402
 from megatron.training.inspection import fp8_figures, rewrite  # noqa: E402
@@ -170,7 +170,7 @@ def list_checkpoints(args: argparse.Namespace) -> int:
 
 def print_tensors(args: argparse.Namespace) -> int:
     """Print key, shape and type of every tensor."""
-    reader, wanted = Reader(_find(args.directory, args.step)), _wanted(args)
+    reader, wanted = open_reader(_find(args.directory, args.step)), _wanted(args)
     tensors = {
         key: {"shape": list(entry.shape), "dtype": str(entry.dtype).removeprefix("torch.")}
         for key, entry in sorted(reader.tensors.items())
@@ -187,7 +187,7 @@ def print_tensors(args: argparse.Namespace) -> int:
 
 def print_config(args: argparse.Namespace) -> int:
     """Print the settings of the run that saved it as YAML for --config, or what differs."""
-    common = read_common(Reader(_find(args.directory, args.step)))
+    common = read_common(open_reader(_find(args.directory, args.step)))
     if args.other is None:
         if args.other_step is not None:
             fix = "Name the other directory too"
@@ -199,7 +199,7 @@ def print_config(args: argparse.Namespace) -> int:
         else:
             print(yaml.safe_dump(settings, sort_keys=True), end="")
         return 0
-    other = read_common(Reader(_find(args.other, args.other_step)))
+    other = read_common(open_reader(_find(args.other, args.other_step)))
     found = settings_differences(saved_settings(common), saved_settings(other))
     _print(args, found, [f"{n}: {a!r} and {b!r}" for n, (a, b) in found.items()] or ["the same"])
     return DIFFERENT if found else 0
@@ -210,7 +210,7 @@ def verify(args: argparse.Namespace) -> int:
     directory = _find(args.directory, args.step)
     records = place.read_manifest(directory)
     problems = place.verify(directory)
-    reader = Reader(directory)
+    reader = open_reader(directory)
     missing = [n for n in sorted(reader.files()) if not (directory / n).is_file()]
     problems += [f"{directory / n} is missing" for n in missing if records is None]
     lines = list(problems)
@@ -224,8 +224,8 @@ def verify(args: argparse.Namespace) -> int:
 
 def diff(args: argparse.Namespace) -> int:
     """Compare the values of two checkpoints, whatever layouts saved them."""
-    first = Reader(_find(args.directory, args.step))
-    second = Reader(_find(args.other, args.other_step))
+    first = open_reader(_find(args.directory, args.step))
+    second = open_reader(_find(args.other, args.other_step))
     found = compare(first, second, _wanted(args), args.atol, args.rtol)
     if not found.tensors and not found.missing and not found.extra:
         fix = "Look at the keys with the action 'tensors'"
@@ -254,7 +254,7 @@ def _difference(found: TensorDifference) -> str:
 
 def print_fp8(args: argparse.Namespace) -> int:
     """Print what it knows of FP8: settings, scales and amax histories by layer."""
-    reader = Reader(_find(args.directory, args.step))
+    reader = open_reader(_find(args.directory, args.step))
     common = read_common(reader)
     state = common.get("fp8") or {}
     settings = fp8_figures.fp8_settings(saved_settings(common))
@@ -291,7 +291,7 @@ def _shown(value: Any) -> str:
 
 def rename(args: argparse.Namespace) -> int:
     """Write a new checkpoint whose tensors have other keys."""
-    reader = Reader(_find(args.directory, args.step))
+    reader = open_reader(_find(args.directory, args.step))
     keys = [*reader.tensors, *(k for k in reader.blobs if "_extra_state/" in k)]
     names = rewrite.renaming([(a, b) for a, b in args.map], keys)
     saved = rewrite.copy(reader, args.output, lambda key: names.get(key, key))
@@ -340,7 +340,7 @@ def _delete(path: Path) -> None:
 
 
 def _smaller(args: argparse.Namespace) -> int:
-    reader = Reader(_find(args.directory, args.step))
+    reader = open_reader(_find(args.directory, args.step))
     saved = rewrite.copy(reader, args.output, drop=args.drop)
     before = _size(reader.directory)
     after = _size(saved.directory)

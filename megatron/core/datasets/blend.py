@@ -40,6 +40,11 @@ class BlendSpec:
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
+    @property
+    def read_once(self) -> bool:
+        """Whether the corpora are not repeated: several without weights."""
+        return self.weights is None and len(self.prefixes) > 1
+
 
 def _number(word: str) -> float | None:
     try:

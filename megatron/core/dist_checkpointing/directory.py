@@ -6,6 +6,8 @@ Layout of a save directory::
     iter_0000100/                         a committed checkpoint: it holds metadata.json
     iter_0000200.tmp/                     being written, or left behind by a crash
     iter_0000100.old/                     being replaced by a new save of the same iteration
+    iter_0000050.del/                     being removed (``--keep-last``)
+    .lock                                 the job that saves here
 
 A checkpoint counts once ``metadata.json`` lies in a directory with its final name; both appear with
 one rename. The tracker is replaced, never rewritten, and only after that.
@@ -17,10 +19,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.dist_checkpointing import mp_ranks
 from megatron.core.dist_checkpointing.storage import FileRecord, checksum
 from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 from megatron.core.files import sync, sync_directory
@@ -30,6 +33,7 @@ MARKER_FILE = "metadata.json"
 MANIFEST_FILE = "manifest.json"
 RELEASE = "release"
 MARKER = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+REMOVED = ".del"
 _TMP, _OLD = ".tmp", ".old"
 _NAME = re.compile(r"iter_(\d{7,})$")
 
@@ -48,8 +52,8 @@ def iteration_of(directory: Path) -> int | str | None:
 
 
 def is_committed(directory: Path) -> bool:
-    """Whether the directory holds a completely written checkpoint."""
-    return (directory / MARKER_FILE).is_file()
+    """Whether the directory holds a checkpoint: completely written by us, or ranks' files."""
+    return (directory / MARKER_FILE).is_file() or mp_ranks.is_one(directory)
 
 
 def committed(root: Path) -> list[tuple[int, Path]]:
@@ -72,11 +76,13 @@ class Found:
         directory: Where it lies.
         iteration: Its iteration, or ``"release"`` for converted weights.
         notes: What the user has to know about how it was chosen.
+        named: Whether the user asked for this very one.
     """
 
     directory: Path
     iteration: int | str
     notes: tuple[str, ...] = ()
+    named: bool = False
 
 
 def find(load: Path, step: int | None = None) -> Found | None:
@@ -114,7 +120,7 @@ def _choose(load: Path, step: int | None) -> Found | None:
     if own is not None or is_committed(load):
         if not is_committed(load):
             raise CheckpointError(_not_committed("--load", load, _previous(load.parent, own)))
-        return Found(load, RELEASE if own is None else own)
+        return Found(load, RELEASE if own is None else own, named=True)
     if step is not None:
         directory = _restored(load, step)
         if not is_committed(directory):
@@ -127,8 +133,17 @@ def _choose(load: Path, step: int | None) -> Found | None:
                     f"Choose one of the iterations that are there ({have})",
                 )
             )
-        return Found(directory, step)
+        return Found(directory, step, named=True)
     return _latest(load)
+
+
+def tracked(root: Path) -> int | None:
+    """Return the iteration that the tracker names, None if it names none."""
+    tracker = root / TRACKER_FILE
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    return int(text) if text.isdecimal() else None
 
 
 def _latest(root: Path) -> Found | None:
@@ -161,6 +176,17 @@ def _latest(root: Path) -> Found | None:
         f"{before[0]} in {before[1]}."
     )
     return Found(before[1], before[0], (note,))
+
+
+def older(found: Found) -> list[Found]:
+    """Return what may take the place of a damaged checkpoint, newest first.
+
+    Only earlier ones: a later one may be of a run that was given up.
+    """
+    if found.named or not isinstance(found.iteration, int):
+        return []
+    before = committed(found.directory.parent)
+    return [Found(d, i) for i, d in reversed(before) if i < found.iteration]
 
 
 def _restored(root: Path, iteration: int | str) -> Path:
@@ -221,13 +247,19 @@ def _not_writable(root: Path, error: OSError) -> CheckpointError:
     )
 
 
-def prepare(root: Path, iteration: int | str, needed_bytes: int) -> Path:
+def prepare(
+    root: Path,
+    iteration: int | str,
+    needed_bytes: int,
+    make_room: Callable[[], None] | None = None,
+) -> Path:
     """Make the temporary directory for a save, after clearing what crashed saves left.
 
     Args:
         root: The save directory; made when missing.
         iteration: What is about to be saved.
         needed_bytes: Expected size of the checkpoint.
+        make_room: Removes what need not be kept, called when there is too little space.
 
     Returns:
         The empty temporary directory.
@@ -239,6 +271,9 @@ def prepare(root: Path, iteration: int | str, needed_bytes: int) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         clean(root)
         free = shutil.disk_usage(root).free
+        if free < needed_bytes and make_room is not None:
+            make_room()
+            free = shutil.disk_usage(root).free
         if free < needed_bytes:
             raise CheckpointError(
                 complaint(
@@ -262,7 +297,7 @@ def prepare(root: Path, iteration: int | str, needed_bytes: int) -> Path:
 def clean(root: Path) -> None:
     """Remove what interrupted saves left, first completing an interrupted exchange."""
     for child in sorted(root.iterdir()):
-        base = child.name.removesuffix(_TMP).removesuffix(_OLD)
+        base = child.name.removesuffix(_TMP).removesuffix(_OLD).removesuffix(REMOVED)
         if base == child.name or iteration_of(root / base) is None:
             continue
         if child.name.endswith(_OLD) and is_committed(child) and not (root / base).exists():

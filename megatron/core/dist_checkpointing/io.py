@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import io
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.dist_checkpointing import directory as place
+from megatron.core.dist_checkpointing.lock import Lock
+from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.dist_checkpointing.peers import Peers
+from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.shard import Sharded, volume
 from megatron.core.dist_checkpointing.storage import (
     ChecksumWriter,
@@ -25,6 +28,7 @@ from megatron.core.dist_checkpointing.storage import (
     PlainPlanner,
     Reader,
 )
+from megatron.core.dist_checkpointing.writing import HostBuffers, ShareWriter
 from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 
 _SLACK_BYTES = 1 << 20  # index, manifest, container overhead
@@ -32,11 +36,33 @@ _SLACK_BYTES = 1 << 20  # index, manifest, container overhead
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save wrote."""
+    """What a save wrote; the seconds are those from its beginning to its commit.
+
+    Attributes:
+        warning: What did not work afterwards; empty if all did.
+    """
 
     directory: Path
     size_bytes: int
     seconds: float
+    warning: str = ""
+
+
+@dataclass(frozen=True)
+class Care:
+    """What a save takes care of besides its own files.
+
+    Attributes:
+        lock: Says that the save directory is this run's; None where nobody else can be there.
+        retention: Which older checkpoints are kept; None for all.
+        read_back: Compare every file with what was written before the checkpoint counts.
+        alone: The ranks that save are independent, and each writes all blocks that it has.
+    """
+
+    lock: Lock | None = None
+    retention: Retention | None = None
+    read_back: bool = False
+    alone: bool = False
 
 
 def save(
@@ -47,6 +73,7 @@ def save(
     peers: Peers,
     assets: Mapping[str, Path | bytes] | None = None,
     check: Callable[[Path], None] | None = None,
+    care: Care | None = None,
 ) -> Saved:
     """Write a checkpoint so that a crash at any moment leaves the previous one loadable.
 
@@ -59,6 +86,7 @@ def save(
         assets: Relative name -> further file (path or content), taken from the first rank.
         check: Called on the first rank with the finished files before they become a checkpoint;
             if it raises ``CheckpointError``, they do not.
+        care: What else is to be done; None for nothing.
 
     Returns:
         Where it lies and how large it is.
@@ -66,34 +94,172 @@ def save(
     Raises:
         CheckpointError: On every rank, when any rank failed. What was committed before is intact.
     """
-    start = time.monotonic()
-    needed = _needed_bytes(tensors, blobs, peers)
-    tmp = peers.decide(lambda: place.prepare(root, iteration, needed))
-    try:
-        peers.attempt(lambda: _must_see(tmp))
-        records = _write(tmp, tensors, blobs, peers)
-        records.update(peers.decide(lambda: place.add_files(tmp, assets or {})))
-    except CheckpointError as error:
-        _discard(tmp, peers)
-        raise CheckpointError(_save_failure(root, needed, str(error))) from error
-    if check is not None:
+    saving = Saving(root, iteration, tensors, blobs, peers, assets, care)
+    saving.write()
+    return saving.finish(check)
+
+
+class Saving:
+    """A save from its plan to its commit; every rank has one and calls the same methods.
+
+    Args:
+        root: See `save`, as for all others.
+        iteration: See there.
+        tensors: See there.
+        blobs: See there.
+        peers: See there.
+        assets: See there.
+        care: See there.
+
+    Raises:
+        CheckpointError: On every rank, when the directory cannot be written to, has too little
+            space or belongs to another job.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        iteration: int | str,
+        tensors: Mapping[str, Sharded],
+        blobs: Mapping[str, bytes],
+        peers: Peers,
+        assets: Mapping[str, Path | bytes] | None = None,
+        care: Care | None = None,
+    ) -> None:
+        self.iteration = iteration
+        self._start = time.monotonic()
+        self._root, self._peers, self._assets = root, peers, dict(assets or {})
+        self._care = care or Care()
+        self._metadata: Metadata | None = None
+        self._needed = 0
+        planner = PlainPlanner(partial=self._care.alone)
+        state = {**tensors, **{key: io.BytesIO(data) for key, data in blobs.items()}}
+        planner.set_up_planner(state, is_coordinator=peers.leads)
+        offer = planner.create_local_plan(), {key: len(data) for key, data in blobs.items()}
+        own = peers.share_out(offer, lambda offers: self._plan(planner, offers))
+        self._tmp, plan, self._needed = own
+        self._writer = ShareWriter(self._tmp, plan, tensors, blobs, self._care.read_back)
+
+    def _plan(
+        self, planner: PlainPlanner, offers: list[tuple[SavePlan, dict[str, int]]]
+    ) -> list[tuple[Path, SavePlan, int]]:
+        """On the first rank: divide the work, and make room for the files."""
         try:
-            peers.decide(lambda: check(tmp))
-        except CheckpointError:
-            _discard(tmp, peers)
-            raise
-    try:
-        final = peers.decide(lambda: place.commit(tmp, records))
-    except CheckpointError as error:
-        _discard(tmp, peers)
-        raise CheckpointError(_save_failure(root, needed, str(error))) from error
-    size = sum(r.size_bytes for r in records.values())
-    return Saved(final, size, time.monotonic() - start)
+            plans, self._metadata = planner.create_global_plan([plan for plan, _ in offers])
+        except ValueError as error:
+            raise CheckpointError(_save_failure(self._root, 0, str(error))) from error
+        entries = self._metadata.state_dict_metadata
+        lengths = {key: n for _, blobs in offers for key, n in blobs.items()}
+        needed = sum(lengths.values()) + _SLACK_BYTES
+        for entry in entries.values():
+            if isinstance(entry, TensorStorageMetadata):
+                size = sum(volume(chunk.sizes) for chunk in entry.chunks)
+                needed += size * entry.properties.dtype.itemsize
+        care = self._care
+        if care.lock is not None:
+            care.lock.confirm()
+        make_room = care.retention.make_room if care.retention else None
+        tmp = place.prepare(self._root, self.iteration, needed, make_room)
+        prefixed = ChecksumWriter(tmp).prepare_global_plan(plans)
+        return [(tmp, plan, needed) for plan in prefixed]
+
+    def write(self) -> None:
+        """Write this rank's files; what goes wrong is told by `finish`."""
+        self._writer.run()
+
+    def write_behind(self, buffers: HostBuffers | None) -> None:
+        """Copy what is to be written to host memory, and write it in the background.
+
+        Args:
+            buffers: Room for the copy; None where the tensors change no more.
+
+        Raises:
+            CheckpointError: On every rank, when the memory does not suffice on one.
+        """
+        if buffers is not None:
+            try:
+                self._peers.attempt(lambda: self._writer.hold(buffers))
+            except CheckpointError:
+                if self._peers.leads:
+                    place.discard(self._tmp)
+                raise
+        self._writer.start()
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's files are written, or failed to be."""
+        return self._writer.done
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for this rank's files, or for so many seconds; return whether they are written."""
+        return self._writer.wait(timeout_s)
+
+    def finish(self, check: Callable[[Path], None] | None = None) -> Saved:
+        """Wait for all ranks' files and turn them into the latest checkpoint. Collective.
+
+        Args:
+            check: See `save`.
+
+        Raises:
+            CheckpointError: On every rank, when any rank failed.
+        """
+        self._writer.wait()
+        share = _Share(self._writer.problem, self._writer.results, self._writer.records)
+        return self._peers.share_out(share, lambda shares: self._commit(shares, check))
+
+    def _commit(self, shares: list[_Share], check: Callable[[Path], None] | None) -> list[Saved]:
+        """On the first rank: put the shares together and commit them."""
+        if self._care.lock is not None:
+            self._care.lock.confirm()  # first: the files of another job are none to discard
+        try:
+            records = self._join(shares)
+            if check is not None:
+                check(self._tmp)
+            final = place.commit(self._tmp, records)
+        except (CheckpointError, OSError) as error:
+            place.discard(self._tmp)
+            if isinstance(error, CheckpointError):
+                raise
+            reason = place.describe(error)
+            raise CheckpointError(_save_failure(self._root, self._needed, reason)) from error
+        size = sum(r.size_bytes for r in records.values())
+        seconds = time.monotonic() - self._start
+        return [Saved(final, size, seconds, self._remove_older())] * len(shares)
+
+    def _remove_older(self) -> str:
+        """Remove what need not be kept; returns what went wrong, which is not the save's fault."""
+        try:
+            if self._care.retention is not None:
+                self._care.retention.apply()
+        except (OSError, CheckpointError) as error:
+            reason = place.describe(error) if isinstance(error, OSError) else str(error)
+            return f"WARNING: --keep-last: a checkpoint in {self._root} was not removed: {reason}"
+        return ""
+
+    def _join(self, shares: list[_Share]) -> dict[str, FileRecord]:
+        """Write the index and the further files; return all files' sizes and checksums."""
+        for rank, share in enumerate(shares):
+            if share.problem:
+                reason = f"{share.problem} (rank {rank})"
+                raise CheckpointError(_save_failure(self._root, self._needed, reason))
+        if self._metadata is None:
+            raise CheckpointError(_save_failure(self._root, self._needed, "it has no plan"))
+        writer = ChecksumWriter(self._tmp)
+        writer.finish(self._metadata, [share.results for share in shares])
+        records = dict(writer.records)
+        for share in shares:
+            records.update(share.records)
+        records.update(place.add_files(self._tmp, self._assets))
+        return records
 
 
-def _discard(tmp: Path, peers: Peers) -> None:
-    if peers.leads:
-        place.discard(tmp)
+@dataclass(frozen=True)
+class _Share:
+    """What a rank wrote, or why it could not."""
+
+    problem: str
+    results: list[WriteResult]
+    records: dict[str, FileRecord]
 
 
 def open_checkpoint(directory: Path, peers: Peers, contents: bool = True) -> Reader:
@@ -116,7 +282,7 @@ def open_checkpoint(directory: Path, peers: Peers, contents: bool = True) -> Rea
 
 def _open(directory: Path) -> Reader:
     try:
-        reader = Reader(directory)
+        reader = open_reader(directory)
     except UnusableCheckpointError as error:
         raise CheckpointError(place.damage(directory, [error.problem])) from error
     missing = sorted(n for n in reader.files() if not (directory / n).is_file())
@@ -124,47 +290,6 @@ def _open(directory: Path) -> Reader:
         problems = [f"{directory / n} is missing" for n in missing]
         raise CheckpointError(place.damage(directory, problems))
     return reader
-
-
-def _needed_bytes(tensors: Mapping[str, Sharded], blobs: Mapping[str, bytes], peers: Peers) -> int:
-    own = {k: volume(t.size()) * t.element_size() for k, t in tensors.items()}
-    own.update({k: len(b) for k, b in blobs.items()})
-    sizes: dict[str, int] = {}
-    for part in peers.gather(own):
-        sizes.update(part)
-    return sum(sizes.values()) + _SLACK_BYTES
-
-
-def _must_see(tmp: Path) -> None:
-    if not tmp.is_dir():
-        raise CheckpointError(
-            f"{tmp} is not visible here: the save directory is not shared by all machines."
-        )
-
-
-def _write(
-    tmp: Path, tensors: Mapping[str, Sharded], blobs: Mapping[str, bytes], peers: Peers
-) -> dict[str, FileRecord]:
-    writer = ChecksumWriter(tmp)
-    state: dict[str, object] = {**tensors, **{k: io.BytesIO(b) for k, b in blobs.items()}}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*assuming the intent is to save.*")
-            dcp_save(
-                state,
-                storage_writer=writer,
-                planner=PlainPlanner(),
-                process_group=peers.group,
-                no_dist=peers.size == 1,
-            )
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        reason = place.describe(cause) if isinstance(cause, OSError) else str(cause)
-        raise CheckpointError(f"{reason or repr(cause)} (rank {rank})") from error
-    records: dict[str, FileRecord] = {}
-    for part in peers.gather(writer.records):
-        records.update(part)
-    return records
 
 
 def _save_failure(root: Path, needed: int, reason: str) -> str:

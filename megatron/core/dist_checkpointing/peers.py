@@ -15,6 +15,7 @@ from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import gather_objects
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Peers:
@@ -65,6 +66,26 @@ class Peers:
         if outcome[1] is not None:
             raise CheckpointError(str(outcome[1]))
         return outcome[0]  # type: ignore[return-value]
+
+    def share_out(self, value: T, work: Callable[[list[T]], list[U]]) -> U:
+        """Let the first rank turn everybody's values into one result for each.
+
+        Raises:
+            CheckpointError: On every rank, when the first one could not do it.
+        """
+        if self.size == 1:
+            return self.decide(lambda: work([value])[0])
+        values = wire.gather_to_first(value, self._axis)
+        outcomes: list[tuple[U | None, str | None]] | None = None
+        if values is not None:
+            try:
+                outcomes = [(result, None) for result in work(values)]
+            except (CheckpointError, OSError) as error:
+                outcomes = [(None, str(error))] * self.size
+        result, problem = wire.scatter_from_first(outcomes, self._axis)
+        if problem is not None:
+            raise CheckpointError(problem)
+        return result  # type: ignore[no-any-return]
 
     def attempt(self, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank; when it fails on one, all raise that failure.

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from megatron.core.dist_checkpointing import safe_pickle
 from megatron.core.dist_checkpointing.chunks import ChunkIndex, misplaced
+from megatron.core.dist_checkpointing.foreign import own_names
 from megatron.core.dist_checkpointing.safe_pickle import Forbidden, Opaque, refusal
 from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
 from megatron.core.errors import UnusableCheckpointError
@@ -129,9 +130,14 @@ class PlainPlanner(DefaultSavePlanner):
     Its own check of the blocks compares all with all, which takes minutes with many experts.
     """
 
-    def __init__(self) -> None:
-        """Keys are final already: nothing is flattened or renamed."""
+    def __init__(self, partial: bool = False) -> None:
+        """Keys are final already: nothing is flattened or renamed.
+
+        Args:
+            partial: The blocks need not cover their tensors.
+        """
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._partial = partial
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Give each block to one of the ranks that offer it, and check that all are there."""
@@ -139,7 +145,7 @@ class PlainPlanner(DefaultSavePlanner):
         problems = [
             problem
             for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry, TensorStorageMetadata) and not self._partial
             for problem in misplaced(key, entry.size, entry.chunks)
         ]
         if problems:
@@ -227,12 +233,17 @@ class Reader:
         Raises:
             CheckpointError: The index is missing or is not one.
         """
-        self.directory = directory
-        self._metadata = _read_index(directory / INDEX_FILE)
+        self._take(directory, _read_index(directory / INDEX_FILE))
+
+    def _take(self, directory: Path, metadata: Metadata) -> None:
+        self.directory, self._metadata = directory, metadata
+        self.common: dict[str, Any] | None = None  # settings that lie in no entry and no file
         self.tensors: dict[str, TensorEntry] = {}
         self.blobs: list[str] = []
         self._chunks: dict[str, ChunkIndex] = {}
-        for key, entry in self._metadata.state_dict_metadata.items():
+        self._stored = own_names(metadata.state_dict_metadata)
+        for key, stored in self._stored.items():
+            entry = metadata.state_dict_metadata[stored]
             if isinstance(entry, TensorStorageMetadata):
                 self.tensors[key] = TensorEntry(tuple(entry.size), entry.properties.dtype)
             else:
@@ -336,7 +347,8 @@ class Reader:
     def _plan(
         self, key: str, piece: Piece, padded_dim: int | None
     ) -> Iterator[tuple[MetadataIndex, Any, _Copy]]:
-        entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[key])
+        stored = self._stored[key]
+        entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[stored])
         shape = tuple(piece.local.shape)
         missing = volume(shape)
         copies = []
@@ -350,7 +362,7 @@ class Reader:
             missing -= volume(extent)
             source = _slices(start, extent, chunk.offsets)
             destination = piece.local[_slices(start, extent, piece.offset)]
-            index = MetadataIndex(key, chunk.offsets)
+            index = MetadataIndex(stored, chunk.offsets)
             copies.append((index, self._metadata.storage_data[index], _Copy(source, destination)))
         if missing and padded_dim is not None:
             beyond = piece.offset[padded_dim] + shape[padded_dim] - entry.size[padded_dim]

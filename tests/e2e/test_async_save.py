@@ -1,0 +1,115 @@
+"""Saving behind the run's back: the same files, complete later, and every way in which it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.storage import Reader
+from megatron.core.dist_checkpointing.writing import ShareWriter
+from megatron.training.checkpoint_config import read_common
+from tests.e2e.launch import launch
+from tests.e2e.refusals import LONG, MOCK, accepted, changed, refused
+
+SHARDED = ["--bf16", "--fp8-format", "hybrid", "--use-distributed-optimizer"]
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Make the writers of later launches take so many seconds longer."""
+    write, delay = ShareWriter._write, [0.0]
+
+    def slowly(self):
+        time.sleep(delay[0])
+        write(self)
+
+    monkeypatch.setattr(ShareWriter, "_write", slowly)
+
+    def by(seconds):
+        delay[0] = seconds
+
+    return by
+
+
+def content(directory):
+    reader = Reader(directory)
+    common = read_common(reader)
+    plain = {k: common[k] for k in ("iteration", "progress", "opt_param_scheduler", "fp8")}
+    random_state = {k: reader.read_blob(k) for k in reader.blobs if k.startswith("rng_state")}
+    return {key: reader.read(key) for key in reader.tensors}, plain, random_state
+
+
+def test_what_is_written_is_the_state_of_the_moment(tmp_path, slow):
+    args = [*changed(MOCK, "--train-iters", 8, "--lr-decay-iters", 8), *SHARDED]
+    args += ["--save-interval", "3", "--keep-last", "2", "--keep-every", "3"]
+    accepted([*args, "--save", tmp_path / "sync"])
+    slow(0.3)
+    done = accepted([*args, "--save", tmp_path / "behind", "--async-save"])
+    lines = done.out.splitlines()
+    asked, saved, fourth = (
+        next(i for i, line in enumerate(lines) if re.search(part, line))
+        for part in ("scheduled an async .* iteration +3 ", "saved .* iteration +3 ", "n +4/")
+    )
+    assert asked < fourth < saved
+    for name in ("iter_0000003", "iter_0000006", "iter_0000008"):
+        (first, *plain), (second, *other) = (
+            content(tmp_path / kind / name) for kind in ("sync", "behind")
+        )
+        assert plain == other
+        assert set(first) == set(second)
+        assert all(torch.equal(value, second[key]) for key, value in first.items())
+    assert sorted(os.listdir(tmp_path / "behind")) == sorted(os.listdir(tmp_path / "sync"))
+
+
+def test_a_writer_that_fails_ends_the_run_on_all_ranks(tmp_path, monkeypatch):
+    write = ShareWriter._write
+
+    def full(self):
+        if os.environ["RANK"] == "1":
+            raise OSError(28, "No space left on device")
+        write(self)
+
+    monkeypatch.setattr(ShareWriter, "_write", full)
+    args = [*MOCK, *LONG, "--save", tmp_path, "--save-interval", "2", "--async-save"]
+    done = refused(args, 1, "--save: got", "No space left on device (rank 1)", "Earlier")
+    assert len(done.lines("No space left on device (rank 1)")) == 2
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("seconds", [0.4, 60.0], ids=["in time", "too late"])
+def test_a_signal_while_a_checkpoint_is_written(seconds, tmp_path, slow):
+    args = [*MOCK, "--save", tmp_path, "--save-interval", "4", "--async-save",
+            "--exit-signal-handler", "--exit-signal-deadline", "3"]  # fmt: skip
+    args = changed(args, "--lr-decay-iters", 100000)
+    accepted(args)
+    slow(seconds)
+    when = []
+
+    def interrupt(pids, log):
+        deadline = time.monotonic() + 50
+        while "scheduled an async" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(pids[1], signal.SIGUSR2)
+        when.append(time.monotonic())
+
+    more = changed(args, "--train-iters", 100000, "--load", tmp_path)
+    done = launch(2, [str(a) for a in more], during=interrupt)
+    assert done.codes == [0, 0], done.out
+    assert done.lines("exiting program after receiving SIGUSR2.")
+    assert time.monotonic() - when[0] < 10
+    last = int(re.findall(r"iteration +(\d+)/", done.out)[-1])
+    tracked = int((tmp_path / TRACKER).read_text())
+    if seconds < 1:
+        assert tracked == last
+    else:
+        assert tracked == 2
+        assert done.lines("the checkpoint of iteration 4 is given up")
+        slow(0)
+        again = accepted(changed(more, "--train-iters", 3), "at iteration 2")
+        assert len(again.losses()) == 1
