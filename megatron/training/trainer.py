@@ -222,7 +222,7 @@ class Trainer:
     def _show_precision(self) -> list[PrecisionRow]:
         """Show and return the precision of every layer of the model."""
         rows = precision.of_all_stages(self.parts.model.named_precision_rows(), self.mesh.pp)
-        self.bus.emit(precision.summarize(rows))
+        self.bus.emit(precision.summarize(rows, cfg=self.config))
         return rows
 
     def _switch_fp8(self, iteration: int) -> None:

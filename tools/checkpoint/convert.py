@@ -27,7 +27,7 @@ from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from megatron.config import ConfigError  # noqa: E402
-from megatron.config.tool_flags import ToolParser  # noqa: E402
+from megatron.config.tool_flags import ToolParser, run_tool  # noqa: E402
 from megatron.core.errors import CheckpointError, MegatronError, complaint  # noqa: E402
 from megatron.training import (  # noqa: E402
     hf_convert,
@@ -214,4 +214,4 @@ def _verify(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -168,7 +168,7 @@ def _take_turns_plainly(
     turns, positions = [], []
     for i in range(dataset.size):
         wanted = float(max(i, 1))
-        best = max(numbers, key=lambda d: shares[d] * wanted - counts[d])  # noqa: B023
+        best = max(numbers, key=lambda d: shares[d] * wanted - counts[d])
         turns.append(best)
         positions.append(counts[best])
         counts[best] += 1
