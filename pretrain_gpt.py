@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config.cli import parse
+from megatron.config.tool_flags import exit_code_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
+    code = exit_code_of(main)
     if code:
         # A failed rank does not wait in some library's clean-up for the others: it leaves at once,
         # its connections break, and the launcher ends the rest.

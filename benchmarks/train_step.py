@@ -131,7 +131,7 @@ def native(
 
 
 def huggingface(args: argparse.Namespace, tokens: torch.Tensor) -> Callable[[], float]:
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - optional, slow
+    from transformers import LlamaConfig, LlamaForCausalLM  # optional, slow
 
     config = LlamaConfig(
         hidden_size=args.hidden,

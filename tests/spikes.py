@@ -109,7 +109,7 @@ def run(samples, launch=None, prepare=None, **fields):
     runtime = start(make_config(world_size=launch.world_size, **settings), launch)
     recorder = Recorder()
 
-    def sources(cfg, tokenizer, runtime):
+    def sources(cfg, tokenizer, runtime, progress):
         made = Source(samples, micro_batch_size=cfg.micro_batch_size,
                       data_parallel_size=runtime.mesh.dp.size)  # fmt: skip
         valid = {"": made} if cfg.eval_interval else {}

@@ -31,7 +31,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.tool_flags import ToolParser
+from megatron.config.tool_flags import ToolParser, run_tool
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.errors import DataError, MegatronError, complaint
 
@@ -355,4 +355,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

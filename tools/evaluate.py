@@ -15,20 +15,18 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError
-from megatron.config.tool_flags import ToolParser
-from megatron.core.datasets.indexed import IndexedDataset
+from megatron.config.tool_flags import ToolParser, run_tool
 from megatron.core.errors import DataError, MegatronError, complaint
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.observe.lines import perplexity
+from megatron.training.perplexity import read_corpus, read_text, total_loss
 from megatron.training.restore import add_flags, restore_from
 
 
@@ -44,63 +42,6 @@ def make_parser() -> ToolParser:
     parser.add_argument("--max-tokens", type=int, help="stop after so many tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def windows(tokens: np.ndarray, length: int, rows: int) -> Iterator[torch.Tensor]:
-    """Cut a stream into batches `[rows, length + 1]`; each window repeats the last token before it.
-
-    The windows of the end, too few for a batch or shorter, come in batches of their own.
-    """
-    count = max(0, len(tokens) - 1)
-    full = count // length
-    for first in range(0, full, rows):
-        last = min(first + rows, full)
-        yield torch.stack(
-            [
-                torch.from_numpy(tokens[i * length : (i + 1) * length + 1].astype(np.int64))
-                for i in range(first, last)
-            ]
-        )
-    if count % length:
-        yield torch.from_numpy(tokens[full * length :].astype(np.int64))[None]
-
-
-@torch.no_grad()
-def total_loss(model: GPTModel, tokens: np.ndarray, length: int, rows: int) -> tuple[float, int]:
-    """Sum of the losses of all predicted tokens, and their number."""
-    device = next(model.parameters()).device
-    total, count = 0.0, 0
-    for batch in windows(tokens, length, rows):
-        inputs, labels = batch[:, :-1].to(device), batch[:, 1:].to(device)
-        positions = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
-        losses = model(inputs, positions, labels)
-        total += float(losses.double().sum())
-        count += losses.numel()
-    return total, count
-
-
-def read_corpus(prefix: str, limit: int | None) -> np.ndarray:
-    """The tokens of a corpus, document after document."""
-    corpus = IndexedDataset(prefix)
-    parts, have = [np.empty(0, dtype=corpus.dtype)], 0
-    for index in range(len(corpus)):
-        if limit is not None and have >= limit:
-            break
-        parts.append(corpus[index])
-        have += len(parts[-1])
-    return np.concatenate(parts)[:limit]
-
-
-def read_text(path: Path) -> str:
-    """The file's text.
-
-    Raises:
-        DataError: It cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(complaint("--text", path, str(error), "Name a UTF-8 text file")) from error
 
 
 def check_arguments(args: argparse.Namespace, positions: int) -> None:
@@ -132,7 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, float | int | str]:
     check_arguments(args, config.max_position_embeddings)
     num_bytes = None
     if args.text is not None:
-        text = read_text(args.text)
+        text = read_text(args.text, "--text")
         tokens = np.asarray(restored.tokenizer.tokenize(text), dtype=np.int64)[: args.max_tokens]
         whole = args.max_tokens is None or len(tokens) < args.max_tokens
         num_bytes = len(text.encode("utf-8")) if whole else None
@@ -186,4 +127,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

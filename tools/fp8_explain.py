@@ -35,7 +35,7 @@ import numpy as np
 import safetensors
 import torch
 
-from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool
 from megatron.core.errors import MegatronError, complaint
 from megatron.core.fp8 import kernels
 from megatron.core.fp8.formats import E2M1, E4M3, E5M2, Fp8Format, code_value
@@ -477,4 +477,4 @@ def _lines(args: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool
 from megatron.core.errors import complaint
 from megatron.observe.run_log import LoggedEvent, RunLog, RunLogError, find_log, read_log
 
@@ -266,4 +266,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError, RunConfig, make_config
-from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool
 from megatron.core.errors import MegatronError, complaint
 from megatron.core.fp8 import Role
 from megatron.training.checkpointing import load_checkpoint
@@ -237,4 +237,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron.config.docs import flags_markdown  # noqa: E402  (the path is set just above)
+from megatron.config.tool_flags import run_tool  # noqa: E402
 
 DOCUMENTS = {ROOT / "docs" / "flags.md": flags_markdown}
 
@@ -39,4 +40,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError
-from megatron.config.tool_flags import ToolParser
+from megatron.config.tool_flags import ToolParser, run_tool
 from megatron.core.datasets.tokenizers import Tokenizer
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.core.models.gpt.generation import Sampling, generate
@@ -111,4 +111,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -36,7 +36,7 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.cli import parse, read_settings
 from megatron.config.draft import own_world_size
 from megatron.config.schema import SPECS
-from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool
 from megatron.core.errors import MegatronError, complaint
 from megatron.training.checkpointing import with_checkpoint_args
 from megatron.training.parity.check import Plan, Result, check, prepare
@@ -299,4 +299,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.tool_flags import ToolParser
+from megatron.config.tool_flags import ToolParser, run_tool
 from megatron.core.errors import complaint
 
 try:
@@ -108,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

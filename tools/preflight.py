@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError
-from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool
 from megatron.core.errors import MegatronError
 from megatron.training.preflight import LESS, Finding, preflight
 
@@ -63,4 +63,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -24,7 +24,7 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.tool_flags import ToolParser
+from megatron.config.tool_flags import ToolParser, run_tool
 from megatron.core.datasets.preprocess import EncodeOptions, Summary, encode_files
 from megatron.core.datasets.tokenizers import TOKENIZER_TYPES, TokenizerOptions, build_tokenizer
 from megatron.core.errors import DataError, MegatronError, complaint
@@ -184,4 +184,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -20,6 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron.config.tool_flags import run_tool  # noqa: E402
+
 CONFIG = "configs/quickstart_llama_10m.yaml"
 VALIDATION = re.compile(r"validation loss at iteration \d+.*?lm loss value: ([0-9.E+-]+)")
 # The trained model must beat the best model that ignores context by this many nats per token.
@@ -259,4 +263,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

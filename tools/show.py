@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config import ConfigError
-from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool
 from megatron.core.errors import MegatronError, complaint
 from megatron.core.pipeline_parallel.schedule import KINDS, Op, generate, lower, to_text
 from megatron.core.pipeline_parallel.simulate import Report, ideal_bubble, simulate
@@ -211,11 +211,11 @@ def _layers_on(place: Any, flags: Sequence[str]) -> tuple[list[dict[str, object]
 
     config = read_run(flags)
     layers = layers_on_paper(config)
-    lines = summarize(rows_of_layers(layers, place)).lines
+    found = summarize(rows_of_layers(layers, place), cfg=config)
     recipes = {layer.state.recipe for layer in layers} - {None}
     padded = any(place.verdict(recipe).hardware for recipe in recipes) and padding(config)
-    text = "\n".join(filter(None, (precision_table(lines), padded)))
-    return [asdict(line) for line in lines], text
+    text = "\n".join(filter(None, (precision_table(found.lines, shares=found.shares), padded)))
+    return [asdict(line) for line in found.lines], text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -269,4 +269,4 @@ def _add_schedule(one: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

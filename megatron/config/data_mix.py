@@ -46,6 +46,12 @@ class DataMixConfig:
     num_dataset_builder_threads: int = field(
         1, help="Index files that one process builds at the same time."
     )
+    data_mix_change: str = field(
+        "refuse",
+        choices=("refuse", "continue"),
+        help="What happens when a checkpoint was trained on another mix of data: refuse it, or"
+        " continue each corpus where it stopped.",
+    )
 
 
 def read_list(path: str) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ DEFAULT_TRAIN_ITERS = 500
 DEFAULT_LR = 1.5e-4
 DEFAULT_VOCAB_SIZE = 50257
 DEFAULT_SPLIT = "969, 30, 1"
+# Rules and plans keep a list with an entry for each of these.
+MOST_LISTED = {"num_layers": 100_000, "fake_world_size": 1_000_000}
 
 
 class Draft:
@@ -59,7 +61,10 @@ class Draft:
             self._take_undeclared(name, value)
             return
         try:
-            self.given[name] = coerce(spec, value)
+            taken = coerce(spec, value)
+            if taken is not None and taken > MOST_LISTED.get(name, taken):
+                raise ValueError(f"There can be at most {MOST_LISTED[name]}")
+            self.given[name] = taken
         except ValueError as error:
             self.broken.add(name)
             self.problems.append(self._refused_value(name, value, str(error)))

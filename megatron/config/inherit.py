@@ -24,6 +24,7 @@ _NEVER = {
     # What these files said was saved with the settings that they stand for.
     "data_args_path",
     "per_split_data_args_path",
+    "data_mix_change",
     "num_dataset_builder_threads",
 }
 _CORPORA = {

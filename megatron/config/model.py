@@ -60,6 +60,9 @@ class ModelConfig:
     rotary_percent: float = field(
         1.0, help="Share of each head's channels that is rotated, above 0 and at most 1."
     )
+    rotary_seq_len_interpolation_factor: int | None = field(
+        None, help="Divide all positions by this (linear interpolation of a longer context)."
+    )
     use_rope_scaling: bool = field(
         False, help="Stretch the rotary frequencies as Llama 3.1 does (low 1, high 4, 8192 tokens)."
     )

@@ -264,7 +264,7 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
     ),
     (r"encoder-|decoder-|vocab-extra", "Encoder-decoder models are", ""),
     (
-        r"yarn-|mrope|rope-type|no-rope-freq|rotary-seq|relative-|window-",
+        r"yarn-|mrope|rope-type|no-rope-freq|relative-|window-",
         "That kind of positions is",
         "Use --position-embedding-type learned_absolute, rope or none",
     ),

@@ -9,6 +9,9 @@ from megatron.config.draft import Draft
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import flag_of
 
+# The schedule of a step is a list of them.
+MOST_MICROBATCHES = 100_000
+
 
 def _named(c: Draft) -> tuple[str, object]:
     """Return the flag that plans the batch sizes, and what it says."""
@@ -101,3 +104,20 @@ def every_batch_fills_the_replicas(c: Draft) -> Iterator[Problem]:
         if c.step_batch_size_schedule is None:
             fix += ", or --decrease-batch-size-if-needed"
     yield Problem((flag, "--micro-batch-size"), f"{got} and {where}", why, fix)
+
+
+@rule
+def every_step_can_be_planned(c: Draft) -> Iterator[Problem]:
+    """A step has at most 100,000 microbatches."""
+    plan = plan_of(c)
+    if plan is None:
+        return
+    most = max(plan.sizes) // replicas_step(c)
+    if most > MOST_MICROBATCHES:
+        flag, _ = _named(c)
+        yield Problem(
+            (flag, "--micro-batch-size"),
+            f"{most} microbatches a step",
+            f"A step is planned one by one, for at most {MOST_MICROBATCHES}",
+            f"Lower {flag} or raise --micro-batch-size",
+        )

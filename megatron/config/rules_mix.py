@@ -118,6 +118,18 @@ def data_builder_has_threads(c: Draft) -> Iterator[Problem]:
         )
 
 
+@rule
+def mix_changes_with_a_checkpoint(c: Draft) -> Iterator[Problem]:
+    """--data-mix-change continue belongs to --load."""
+    if c.data_mix_change == "continue" and c.load is None:
+        yield Problem(
+            ("--data-mix-change", "--load"),
+            "continue and nothing",
+            "Only a run that is resumed has a mix to continue",
+            "Add --load, or remove --data-mix-change",
+        )
+
+
 def _is_number(word: str) -> bool:
     try:
         float(word)

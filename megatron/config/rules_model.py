@@ -25,6 +25,7 @@ _AT_LEAST_ONE = (
     "vocab_size",
     "padded_vocab_size",
     "rotary_base",
+    "rotary_seq_len_interpolation_factor",
     "fp8_amax_history_len",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -181,11 +182,20 @@ def positions_cover_the_sequence(c: Draft) -> Iterator[Problem]:
         )
 
 
+_ROTARY = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+)
+
+
 @rule
 def rotary_settings_fit(c: Draft) -> Iterator[Problem]:
     """Rotary settings belong to --position-embedding-type rope and rotate an even width."""
     if c.position_embedding_type != "rope":
-        for name in ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"):
+        for name in _ROTARY:
             if c.values[name] != SPECS[name].default:
                 yield Problem(
                     (flag_of(name),),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import select
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -11,7 +14,42 @@ from megatron.config.problems import Problem
 from megatron.config.values import nearest
 
 BAD_ARGUMENTS = 2
+CLOSED_PIPE = 141  # what a shell reports of a program that the signal for it ended
 _KINDS = {"int": "a whole number", "float": "a number", "Path": "a path"}
+
+
+def run_tool(main: Callable[[], int | None]) -> NoReturn:
+    """Run a program and leave with its exit code, see `exit_code_of`."""
+    sys.exit(exit_code_of(main))
+
+
+def exit_code_of(main: Callable[[], int | None]) -> int:
+    """Run a program; quietly end it once nobody reads its output, as when `head` has left.
+
+    Args:
+        main: The program. What it writes is flushed.
+
+    Returns:
+        Its exit code, or `CLOSED_PIPE`.
+    """
+    try:
+        try:
+            return main() or 0
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not output_is_closed():
+            raise
+        # What is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return CLOSED_PIPE
+
+
+def output_is_closed() -> bool:
+    """Whether this process's output is a pipe that nobody reads any more."""
+    look = select.poll()
+    look.register(1, 0)  # errors and closed ends are reported whatever is asked for
+    return bool(look.poll(0))
 
 
 class ToolParser(argparse.ArgumentParser):

@@ -73,10 +73,13 @@ class PrecisionTable:
         lines: The whole model.
         changed: Whether the run has shown one before, so that the console shows only what does not
             run as requested.
+        shares: How much of a step's FLOPs runs in FP8 or FP4: of linear layers, and of those and
+            attention together where that is listed. Empty if nobody asked.
     """
 
     lines: tuple[PrecisionLine, ...]
     changed: bool = False
+    shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

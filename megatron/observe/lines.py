@@ -134,12 +134,15 @@ def memory_line(use: MemoryUse) -> str:
     return f"[Rank {use.rank}] (after {use.iteration} iterations) memory (MB) | {shown}"
 
 
-def precision_table(lines: Sequence[PrecisionLine], changed: bool = False) -> str:
+def precision_table(
+    lines: Sequence[PrecisionLine], changed: bool = False, shares: Sequence[float] = ()
+) -> str:
     """Return which GEMM runs in which precision, one row a group of equal layers.
 
     Args:
         lines: The whole model.
         changed: Whether to show only layers that do not run as requested, in few words.
+        shares: As of `PrecisionTable`.
     """
     head = ("layer", "gemm", "requested", "delivered", "kernel", "modules", "reason")
     rows = [
@@ -164,6 +167,11 @@ def precision_table(lines: Sequence[PrecisionLine], changed: bool = False) -> st
         held = (x for x in lines if x.requested != x.delivered)
         text += dict.fromkeys(f"  {x.module}: {x.delivered}, {x.reason}" for x in held)
         return "\n".join(text)
+    if shares and (in_fp8 or in_fp4 or inside):
+        kind = "FP4" if in_fp4 and not (in_fp8 or inside) else "FP8 or FP4" if in_fp4 else "FP8"
+        whose = ("of the linear layers'", "with attention's")
+        parts = (f"{share:.1%} {of}" for share, of in zip(shares, whose, strict=False))
+        text.append(f"  FLOPs of a step in {kind}: {', '.join(parts)}")
     for row in [head, *rows]:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         text.append(("  " + "  ".join(cells)).rstrip())

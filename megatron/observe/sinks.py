@@ -83,7 +83,7 @@ class ConsoleSink:
         elif isinstance(event, Fp8Alert):
             print(alert_line(event), file=sys.stderr, flush=True)
         elif isinstance(event, PrecisionTable):
-            print(precision_table(event.lines, event.changed), flush=True)
+            print(precision_table(event.lines, event.changed, event.shares), flush=True)
         elif isinstance(event, PrecisionChange):
             print(change_line(event), flush=True)
         elif isinstance(event, Rollback):

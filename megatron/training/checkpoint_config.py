@@ -28,6 +28,7 @@ ARCHITECTURE = (
     "max_position_embeddings",
     "rotary_base",
     "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
     "normalization",
@@ -58,6 +59,7 @@ ARCHITECTURE = (
 _TUNABLE = {
     "max_position_embeddings",
     "rotary_base",
+    "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
     "norm_epsilon",
@@ -70,6 +72,7 @@ _NONE_COUNTS = (
     "moe_router_topk_scaling_factor",
     "moe_router_num_groups",
     "moe_router_group_topk",
+    "rotary_seq_len_interpolation_factor",
 )
 _NONE_IS_ONE = _NONE_COUNTS[2:]
 
@@ -84,7 +87,9 @@ def read_common(reader: Reader) -> dict[str, Any]:
     """
     name = f"{reader.directory}: {schema.COMMON_KEY}"
     older = reader.directory / schema.COMMON_FILE  # Megatron-Core up to 0.18 has only this
-    if schema.COMMON_KEY in reader.blobs:
+    if reader.common is not None:
+        common = reader.common
+    elif schema.COMMON_KEY in reader.blobs:
         common = plain.load(reader.read_blob(schema.COMMON_KEY), name)
     elif older.is_file():
         common = plain.load(older.read_bytes(), str(older))
@@ -158,7 +163,7 @@ def _same(name: str, saved: Any, own: Any, num_layers: int) -> bool:
 def _no_effect(name: str, values: Mapping[str, Any]) -> bool:
     """Whether a field says nothing about the weights when the others have these values."""
     positions = values.get("position_embedding_type")
-    if name in ("rotary_base", "rotary_percent", "use_rope_scaling"):
+    if name.startswith("rotary_") or name == "use_rope_scaling":
         return bool(positions != "rope")
     if name == "rope_scaling_factor":
         return not (positions == "rope" and values.get("use_rope_scaling"))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.config import ConfigError
+from megatron.config.tool_flags import output_is_closed
 from megatron.core.errors import MegatronError, complaint
 from megatron.training.initialize import Launch, Runtime
 from megatron.training.watch import Watch
@@ -24,6 +25,8 @@ FAILED = 1
 BAD_CONFIG = 2
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 _MEET_S = 10
+_MEET_LATER_S = 2  # in a run, where a rank may be alone with its problem
+_KEEP = "Write it to a file, or read it to its end"
 _PROBLEM, _SEEN, _ALL_SEEN = "bad_config/text", "bad_config/seen", "bad_config/all_seen"
 
 
@@ -77,6 +80,10 @@ class Report:
         """Report an exception and swallow it; SystemExit passes."""
         if not (isinstance(error, Exception) and _lost_contact(error)):
             self.leave()
+        if isinstance(error, BrokenPipeError) and output_is_closed():
+            if self.launch.world_size > 1:
+                self._tell(complaint("output", "a closed pipe", "Who read it has left", _KEEP))
+            return False
         if isinstance(error, KeyboardInterrupt):
             self.exit_code = INTERRUPTED
             _write(f"[{self.where()}] interrupted")
@@ -87,12 +94,12 @@ class Report:
         if isinstance(error, ConfigError):
             self._refuse(str(error))
         elif isinstance(error, MegatronError):
-            _write(f"[{self.where()}] {error}")
+            self._fail(str(error))
         elif _lost_contact(error):
             self._lost(error)
             self.leave()
         elif _out_of_memory(error):
-            _write(f"[{self.where()}] {_too_large(error)}")
+            self._fail(_too_large(error))
         else:
             # The last line is enough to know who, where and what.
             shown = "".join(traceback.format_exception(kind, error, trace))
@@ -104,8 +111,18 @@ class Report:
         launch = self.launch
         if launch.rank == 0:
             _write(text)
-        if launch.world_size > 1 and not _said_by_first_rank(launch, text) and launch.rank:
+        if launch.world_size > 1 and not _said_by_first_rank(launch, text, _MEET_S) and launch.rank:
             _write(f"[{self.where()}] {text}")
+
+    def _fail(self, text: str) -> None:
+        """Show what went wrong; once, if it is the same on the first rank."""
+        launch = self.launch
+        if launch.rank == 0:
+            self._tell(text)
+        if launch.world_size == 1:
+            return
+        if not _said_by_first_rank(launch, text, _MEET_LATER_S) and launch.rank:
+            self._tell(text)
 
     def _lost(self, error: Exception) -> None:
         """Say which rank is gone or hangs."""
@@ -171,7 +188,7 @@ def _lost_contact(error: Exception) -> bool:
     )
 
 
-def _said_by_first_rank(launch: Launch, text: str) -> bool:
+def _said_by_first_rank(launch: Launch, text: str, patience_s: float) -> bool:
     """Agree with the other ranks, which normally have the same problem, that one shows it.
 
     A launcher ends all ranks as soon as one has left, so the others wait for the first rank, which
@@ -180,7 +197,7 @@ def _said_by_first_rank(launch: Launch, text: str) -> bool:
     Returns:
         Whether the first rank shows the same text.
     """
-    timeout = datetime.timedelta(seconds=_MEET_S)
+    timeout = datetime.timedelta(seconds=patience_s)
     try:
         where = rendezvous(
             "env://", rank=launch.rank, world_size=launch.world_size, timeout=timeout

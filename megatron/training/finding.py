@@ -10,6 +10,7 @@ from typing import Any
 from megatron.config import RunConfig
 from megatron.core.dist_checkpointing import directory as place
 from megatron.core.dist_checkpointing import io
+from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.retention import is_sound
 from megatron.core.dist_checkpointing.storage import Reader
@@ -230,7 +231,7 @@ def read_newest_common(
     problems: list[CheckpointError] = []
     for one in (found, *([] if only_newest else place.older(found))):
         try:
-            return checkpoint_config.read_common(Reader(one.directory))
+            return checkpoint_config.read_common(open_reader(one.directory))
         except CheckpointError as error:
             problems.append(error)
     raise problems[0]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from megatron.config import RunConfig
 from megatron.config.moe import moe_layers
 
+CORE = "self_attention.core_attention"
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -66,19 +68,41 @@ class Shape:
         )
 
 
+def forward_per_token(shape: Shape) -> dict[str, float]:
+    """Return the FLOPs of one token in the forward pass of one layer, by the end of its path."""
+    h, q, kv = shape.hidden_size, shape.query_size, shape.kv_size
+    inward = 2.0 * h * (2 if shape.gated else 1)
+    widths = {
+        "mlp": shape.ffn_hidden_size,
+        "experts": shape.moe_ffn_hidden_size * shape.moe_topk,
+        "shared_experts": shape.shared_expert_size,
+    }
+    return {
+        "self_attention.linear_qkv": 2.0 * h * (q + 2 * kv),
+        "self_attention.linear_proj": 2.0 * q * h,
+        # Scores and their product with the values: 2 GEMMs x 2 FLOPs x half a square.
+        CORE: 2.0 * q * shape.seq_length,
+        **{f"{name}.linear_fc1": inward * width for name, width in widths.items()},
+        **{f"{name}.linear_fc2": 2.0 * h * width for name, width in widths.items()},
+        "output_layer": 2.0 * h * shape.vocab_rows,
+    }
+
+
 def terms_per_token(shape: Shape) -> dict[str, float]:
     """Return forward and backward FLOPs of one token, by part of the model."""
-    h, q, kv = shape.hidden_size, shape.query_size, shape.kv_size
-    matrices = 3 if shape.gated else 2
+    forward = forward_per_token(shape)
     dense_layers = shape.num_layers - shape.num_moe_layers
-    expert_width = shape.moe_ffn_hidden_size * shape.moe_topk + shape.shared_expert_size
+
+    def of(*parents: str) -> float:
+        return sum(v for name, v in forward.items() if name.split(".")[0] in parents)
+
+    core = forward[CORE]
     return {
-        "mlp": 6.0 * h * matrices * shape.ffn_hidden_size * dense_layers,
-        "experts": 6.0 * h * matrices * expert_width * shape.num_moe_layers,
-        "attention_projections": 6.0 * shape.num_layers * (h * (q + 2 * kv) + q * h),
-        # Scores and their product with the values: 2 GEMMs x 3 passes x 2 FLOPs x half a square.
-        "attention_core": 6.0 * shape.num_layers * q * shape.seq_length,
-        "logits": 6.0 * h * shape.vocab_rows,
+        "mlp": 3.0 * of("mlp") * dense_layers,
+        "experts": 3.0 * of("experts", "shared_experts") * shape.num_moe_layers,
+        "attention_projections": 3.0 * (of("self_attention") - core) * shape.num_layers,
+        "attention_core": 3.0 * core * shape.num_layers,
+        "logits": 3.0 * of("output_layer"),
     }
 
 

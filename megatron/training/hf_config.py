@@ -239,8 +239,15 @@ def _rope_fields(config: Mapping[str, Any], refused: Refusals) -> Fields:
             refused.check(got == value, f"rope_scaling.{name}", got, f"only {value} is supported")
         fields["use_rope_scaling"] = True
         fields["rope_scaling_factor"] = float(merged.get("factor", 8.0))
+    elif kind == "linear":
+        factor = merged.get("factor")
+        whole = isinstance(factor, (int, float)) and factor >= 1 and float(factor).is_integer()
+        why = "--rotary-seq-len-interpolation-factor is a whole number"
+        refused.check(whole, "rope_scaling.factor", factor, why)
+        fields["rotary_seq_len_interpolation_factor"] = int(factor or 1) if whole else 1
     else:
-        refused.check(kind == "default", "rope_type", kind, "only default and llama3 are supported")
+        known = "only default, linear and llama3 are supported"
+        refused.check(kind == "default", "rope_type", kind, known)
     return fields
 
 
@@ -387,7 +394,12 @@ def _llama_config(fields: Mapping[str, Any], refused: Refusals) -> Fields:
         config["attention_bias"] = False
     if kind in hf_moe.ARCHITECTURES:
         config.update(hf_moe.moe_config(fields, kind, refused))
+    stretched = fields.get("rotary_seq_len_interpolation_factor") or 1
+    if stretched != 1:
+        config["rope_scaling"] = {"rope_type": "linear", "factor": float(stretched)}
     if fields.get("use_rope_scaling"):
+        name = "rotary_seq_len_interpolation_factor"
+        refused.check(stretched == 1, name, stretched, "not together with use_rope_scaling")
         config["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": fields["rope_scaling_factor"],

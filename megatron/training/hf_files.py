@@ -195,3 +195,18 @@ def write_weights(
 def tokenizer_files(directory: Path) -> dict[str, Path]:
     """Return the files about tokens and generation in a directory: name -> path."""
     return {n: directory / n for n in TOKENIZER_FILES if (directory / n).is_file()}
+
+
+def tokenizer_at(path: Path) -> dict[str, Path]:
+    """Return the files of a tokenizer that was named: a directory, or one file.
+
+    Raises:
+        CheckpointError: There are none.
+    """
+    found = tokenizer_files(path)
+    if path.is_file():
+        found = {"tokenizer.json" if path.suffix == ".json" else "tokenizer.model": path}
+    if not found:
+        why = "There are no tokenizer files" if path.is_dir() else "There is no such file"
+        raise CheckpointError(complaint("--tokenizer-model", path, why, "Check the path"))
+    return found

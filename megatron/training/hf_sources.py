@@ -118,10 +118,23 @@ class HfSource:
             problems += self._check_tied()
         if unexpected:
             problems.append(f"tensors without a place in the model: {_some(unexpected)}")
+        vocabulary = self._vocabulary()
         for name in sorted(set(expected) & stored):
-            got = self.weights.shape(name)
-            if got != expected[name]:
-                problems.append(f"{name} has shape {got}, config.json implies {expected[name]}")
+            got, implied = self.weights.shape(name), expected[name]
+            if got == implied:
+                continue
+            if (
+                name in vocabulary
+                and len(got) == 2
+                and got[1] == implied[1]
+                and got[0] > implied[0]
+            ):
+                problems.append(
+                    f"{name} has {got[0]} rows and vocab_size is {implied[0]} (a padded "
+                    "vocabulary: cut the rows off, or set vocab_size to keep them)"
+                )
+            else:
+                problems.append(f"{name} has shape {got}, config.json implies {implied}")
         if problems:
             raise CheckpointError(
                 complaint(
@@ -132,6 +145,11 @@ class HfSource:
                 )
             )
 
+    def _vocabulary(self) -> set[str]:
+        ours = (hf_map.WORD_EMBEDDINGS, hf_map.OUTPUT)
+        names = [row.names[0] for row in self.rows() if row.name in ours]
+        return {self.name_of(name, OUTSIDE) for name in names}
+
     def _beyond(self) -> str:
         """Names of layers behind the last one: they predict further tokens and are left out."""
         return f"model.layers.{self.fields['num_layers']}."
@@ -141,8 +159,8 @@ class HfSource:
         notes = []
         if len(self.weights):
             notes.append(
-                f"NOTE: {len(self.weights)} weights are in FP8 and are dequantized; fp32 "
-                "(--target-dtype fp32) holds their exact values"
+                f"NOTE: {len(self.weights)} weights are in FP8 and are dequantized; "
+                "--target-dtype fp32 keeps their values unrounded"
             )
         if self.model_type in hf_moe.PREDICTING and any(
             n.startswith(self._beyond()) for n in self.weights
@@ -283,8 +301,7 @@ def _tokenizer_of(directory: Path, settings: Mapping[str, Any]) -> dict[str, Pat
     if model and Path(model).is_dir():
         found.update(hf_files.tokenizer_files(Path(model)))
     elif model and Path(model).is_file():
-        name = "tokenizer.json" if str(model).endswith(".json") else "tokenizer.model"
-        found[name] = Path(model)
+        found.update(hf_files.tokenizer_at(Path(model)))
     for field, name in (("vocab_file", "vocab.json"), ("merge_file", "merges.txt")):
         path = settings.get(field)
         if path and Path(path).is_file():

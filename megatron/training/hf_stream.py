@@ -1,8 +1,11 @@
 """Logits of models that are larger than memory: layer by layer, in both implementations.
 
-Each layer is built with the weights that lie in the files, run on what the layer before it gave,
-and dropped. The word embeddings and the output layer are looked up and multiplied block by block;
-they are the same numbers on both sides, as the comparison of all tensors has shown before.
+Each layer is built with the weights that lie in the files, run, and dropped. Both implementations
+of a layer get the same inputs, those that transformers' layer before it gave: over many wide layers
+two chains of their own would drift apart by more than the tolerance through rounding alone, and a
+small mistake could hide in that. The word embeddings and the output layer are looked up and
+multiplied block by block; they are the same numbers on both sides, as the comparison of all tensors
+has shown before.
 """
 
 from __future__ import annotations
@@ -60,16 +63,17 @@ class Streamed:
             (ours, theirs, the first part that differs or None). With a difference the logits are
             those of the layer where it was found, and everything behind it is left out.
         """
-        ours = theirs = self._embedded(tokens)
+        hidden = self._embedded(tokens)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         layers = self._own.fields["num_layers"]
         for number in range(layers):
             last = number == layers - 1
-            layer, left, ours = self._run_ours(number, ours, positions, last)
-            other, right, theirs = self._run_theirs(number, theirs, positions, last)
+            layer, left, ours = self._run_ours(number, hidden, positions, last)
+            other, right, theirs = self._run_theirs(number, hidden, positions, last)
             where = hf_probe.first_difference(left, right)
             if where is not None:
                 return ours, theirs, where + hf_probe.wrong_expert(layer, other)
+            hidden = theirs
             del layer, other
         head = hf_map.OUTPUT if self._untied() else hf_map.WORD_EMBEDDINGS
         return self._project(ours, head), self._project(theirs, head), None

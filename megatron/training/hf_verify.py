@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from megatron.core.backends.native import NativeBackend
 from megatron.core.build import Build
 from megatron.core.dist_checkpointing import schema
+from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import ParallelState
@@ -47,21 +50,24 @@ class Report:
         max_logit: Largest absolute logit.
         same_greedy: Share of positions whose most likely token agrees.
         tokens: Number of positions compared.
+        streamed: Whether every layer was compared by itself, both sides with the same inputs.
     """
 
     max_difference: float
     max_logit: float
     same_greedy: float
     tokens: int
+    streamed: bool = False
 
     @classmethod
-    def of(cls, own: Tensor, other: Tensor) -> Report:
+    def of(cls, own: Tensor, other: Tensor, streamed: bool = False) -> Report:
         """Compare logits ``[b, s, v]``."""
         return cls(
             float((own - other).abs().max()),
             float(other.abs().max()),
             float((own.argmax(-1) == other.argmax(-1)).float().mean()),
             own.shape[0] * own.shape[1],
+            streamed,
         )
 
     @property
@@ -71,10 +77,11 @@ class Report:
 
     def line(self) -> str:
         """Say it in one line."""
+        how = ", layer by layer from the same inputs" if self.streamed else ""
         return (
-            f"logits of {self.tokens} positions in fp32: max |difference| {self.max_difference:.2e}"
-            f" (max |logit| {self.max_logit:.1f}), same most likely token at "
-            f"{100 * self.same_greedy:.1f} %"
+            f"logits of {self.tokens} positions in fp32{how}: "
+            f"max |difference| {self.max_difference:.2e} (max |logit| {self.max_logit:.1f}), "
+            f"same most likely token at {100 * self.same_greedy:.1f} %"
         )
 
 
@@ -121,12 +128,15 @@ def verify(
     # In an export both sides have its dequantized weights, which no other type holds exactly.
     source: Source = stored if fp8 is None else other
     exact = torch.float32 if fp8 is not None else DTYPES[dtype]
-    models = Streamed(source, other, exact, import_transformers())
-    limit = other.fields["max_position_embeddings"]
-    own, theirs, where = models.logits(prompts(other.fields["vocab_size"], limit))
-    report = Report.of(own, theirs)
-    if where is not None or not report.good:
-        raise _wrong(report.line(), _explained(where))
+    library, limit = import_transformers(), other.fields["max_position_embeddings"]
+    with _their_refusals(huggingface):
+        models = Streamed(source, other, exact, library)
+        own, theirs, where = models.logits(prompts(other.fields["vocab_size"], limit))
+    report = Report.of(own, theirs, streamed=True)
+    if where is not None:
+        raise _wrong("layers that compute other values", _explained(where))
+    if not report.good:
+        raise _wrong(report.line(), _explained(None))
     return report
 
 
@@ -136,8 +146,12 @@ def _compare_codes(stored: Source, other: HfSource, dtype: torch.dtype, fp8: Exp
         made = planned.make().to(planned.dtype or dtype)
         got = other.weights.stored(other.name_of(planned.name, OUTSIDE))
         same = made.dtype == got.dtype and made.shape == got.shape
-        if not same or not torch.equal(made.view(torch.uint8), got.view(torch.uint8)):
+        if not same or not torch.equal(_bits(made), _bits(got)):
             raise _wrong(f"other values of {planned.name}", "It is not what was to be written")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _compare_tensors(stored: Source, other: HfSource, dtype: torch.dtype) -> None:
@@ -161,7 +175,7 @@ def load_ours(directory: Path, dtype: str = "fp32", vocab_size: int | None = Non
         dtype: Round the weights to this type first.
         vocab_size: Vocabulary without padding; default from the checkpoint.
     """
-    reader = Reader(directory)
+    reader = open_reader(directory)
     fields = saved_settings(read_common(reader))
     if vocab_size is not None:
         fields["vocab_size"] = vocab_size
@@ -181,16 +195,22 @@ def load_theirs(directory: Path, dtype: str = "fp32") -> nn.Module:
         CheckpointError: transformers is not installed, or refuses the directory.
     """
     transformers = import_transformers()
-    try:
+    with _their_refusals(directory):
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
+    _round_(model, DTYPES[dtype])
+    return model
+
+
+@contextmanager
+def _their_refusals(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, RuntimeError) as error:
         problem = f"transformers cannot load it: {error}"
         fix = "Look at what it says, or leave the check out with --no-verify"
         raise CheckpointError(complaint("--verify", directory, problem, fix)) from error
-    _round_(model, DTYPES[dtype])
-    return model
 
 
 def import_transformers() -> Any:

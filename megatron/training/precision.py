@@ -15,11 +15,16 @@ from megatron.core.fp8.recipe import BlockRecipe
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import gather_objects
 from megatron.observe.events import PrecisionLine, PrecisionTable
+from megatron.training.flops import CORE, Shape, forward_per_token
 
+# How much of a layer's FLOPs a product is, in forward passes.
+_PASSES = {"fprop": 1.0, "dgrad": 1.0, "wgrad": 1.0, "qk": 0.5, "pv": 0.5, "backward": 2.0}
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def summarize(rows: Iterable[PrecisionRow], changed: bool = False) -> PrecisionTable:
+def summarize(
+    rows: Iterable[PrecisionRow], changed: bool = False, cfg: RunConfig | None = None
+) -> PrecisionTable:
     """Return one line a group of equal rows.
 
     Layers that differ by their number only share a line, and so do the GEMMs of a layer that run
@@ -29,7 +34,9 @@ def summarize(rows: Iterable[PrecisionRow], changed: bool = False) -> PrecisionT
         rows: Of the whole model.
         changed: Whether the run has shown a table before; layers that do not run as requested are
             then named one by one.
+        cfg: The complete configuration, if the table is to say what share of the FLOPs it is.
     """
+    rows = list(rows)
     by_layer: dict[str, list[PrecisionRow]] = {}
     for row in rows:
         by_layer.setdefault(row.path, []).append(row)
@@ -43,7 +50,33 @@ def summarize(rows: Iterable[PrecisionRow], changed: bool = False) -> PrecisionT
             key = (module, gemm, row.requested, row.delivered, row.kernel, row.reason)
             counts[key] = counts.get(key, 0) + 1
     lines = (PrecisionLine(*key, count) for key, count in counts.items())
-    return PrecisionTable(tuple(lines), changed)
+    return PrecisionTable(tuple(lines), changed, () if cfg is None else flop_shares(rows, cfg))
+
+
+def flop_shares(rows: Iterable[PrecisionRow], cfg: RunConfig) -> tuple[float, ...]:
+    """How much of a step's FLOPs runs in FP8 or FP4.
+
+    Args:
+        rows: Of the whole model, or of its linear layers.
+        cfg: The complete configuration.
+
+    Returns:
+        The share of what linear layers compute, and where there is attention in the rows, of that
+        and attention's products together. Model FLOPs, see `flops`: routers do not count, nor what
+        is recomputed.
+    """
+    forward = forward_per_token(Shape.of(cfg))
+    low, every = dict.fromkeys((True, False), 0.0), dict.fromkeys((True, False), 0.0)
+    for row in rows:
+        name = ".".join(row.path.split(".")[-2:])
+        flops = forward.get(name, 0.0) * _PASSES.get(row.gemm, 3.0)
+        every[name == CORE] += flops
+        if row.delivered.startswith(("fp8", "fp4")):
+            low[name == CORE] += flops
+    linear = low[False] / max(every[False], 1.0)
+    if not every[True]:
+        return (linear,)
+    return linear, sum(low.values()) / sum(every.values())
 
 
 def of_all_stages(rows: Iterable[PrecisionRow], axis: Axis) -> list[PrecisionRow]:

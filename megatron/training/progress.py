@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 # Where a run is in the data. Going back does not bring these back.
-_DATA = ("consumed_train_samples", "skipped_train_samples", "skipped_ranges")
+_DATA = ("consumed_train_samples", "skipped_train_samples", "skipped_ranges", "data")
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Progress:
         skipped_iterations: Iterations without an update because of non-finite gradients.
         nan_iterations: Skipped iterations whose loss itself was not finite.
         floating_point_operations_so_far: Model FLOPs of all iterations (see `flops.py`).
+        data: What was read of every corpus until the last checkpoint, see `datasets.history`.
     """
 
     iteration: int = 0
@@ -36,6 +37,7 @@ class Progress:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     floating_point_operations_so_far: float = 0.0
+    data: dict[str, Any] = field(default_factory=dict)
 
     @property
     def trained_samples(self) -> int:
@@ -54,6 +56,8 @@ class Progress:
             value = values[one.name]
             if one.name == "skipped_ranges":
                 self.skipped_ranges = [[int(first), int(end)] for first, end in value]
+            elif one.name == "data":
+                self.data = dict(value)
             else:
                 kind = float if one.name == "floating_point_operations_so_far" else int
                 setattr(self, one.name, kind(value))
@@ -79,7 +83,7 @@ class Progress:
         self.skipped_train_samples += end - first
         return first, end
 
-    def next_samples(self, available: int, batch: int) -> int:
+    def next_samples(self, available: int, batch: int, begin: int = 0) -> int:
         """Return the first sample of the next iteration.
 
         A dataset is made for the iterations of a run. Of one that left samples out, the last
@@ -88,13 +92,14 @@ class Progress:
         Args:
             available: Samples of the dataset.
             batch: Samples of an iteration.
+            begin: First sample that the dataset still has.
         """
         start = self.consumed_train_samples
         if not self.skipped_train_samples or start + batch <= available:
             return start
         usable = available - (available - start) % batch
         again = (start - usable) // batch
-        for first in range(usable % batch, usable, batch):
+        for first in range(begin + (usable - begin) % batch, usable, batch):
             if any(begin < first + batch and first < end for begin, end in self.skipped_ranges):
                 continue
             if not again:

@@ -11,6 +11,8 @@ import torch
 
 from megatron.config import RunConfig
 from megatron.core.build import Build
+from megatron.core.datasets.build import Position
+from megatron.core.datasets.history import Record
 from megatron.core.datasets.source import Sources, build_sources
 from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.distributed.ddp import DistributedDataParallel
@@ -30,6 +32,7 @@ from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.checkpoint_config import saved_settings
 from megatron.training.finding import read_newest_common
 from megatron.training.initialize import Runtime
+from megatron.training.progress import Progress
 from megatron.training.residual_entries import Residual
 
 _WIRE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -198,6 +201,23 @@ def count_parameters(model: torch.nn.Module, mesh: ParallelState) -> int:
     return sum(gather_objects(count, mesh.pp))
 
 
-def setup_sources(cfg: RunConfig, tokenizer: Tokenizer, runtime: Runtime) -> Sources:
-    """Build the training, validation and test batches. Collective: every rank calls it."""
-    return build_sources(cfg, tokenizer, runtime.mesh)
+def setup_sources(
+    cfg: RunConfig, tokenizer: Tokenizer, runtime: Runtime, progress: Progress | None = None
+) -> Sources:
+    """Build the training, validation and test batches. Collective: every rank calls it.
+
+    Args:
+        cfg: The configuration.
+        tokenizer: The tokenizer the corpus was written with.
+        runtime: Mesh and device.
+        progress: How far the run has come.
+    """
+    position = None
+    if progress is not None:
+        position = Position(
+            iteration=progress.iteration,
+            trained=progress.trained_samples,
+            valid=progress.consumed_valid_samples,
+            record=Record.of(progress.data) if progress.data else None,
+        )
+    return build_sources(cfg, tokenizer, runtime.mesh, position)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from megatron.config import RunConfig
+from megatron.core.datasets.cache import decisions
+from megatron.core.datasets.mixed import Ledger
 from megatron.core.datasets.source import Source, Sources
 from megatron.core.errors import TrainingError, complaint
 from megatron.core.fp8 import PrecisionRow
@@ -65,6 +67,7 @@ class Trainer:
         self._last_iteration = int(self.config.train_iters)
         self._parts: Parts | None = None
         self._step: TrainStep | None = None
+        self._ledger: Ledger | None = None
         self._guards: Guards | None = None
         sinks, incidents = build_sinks(self.config, self.mesh.rank)
         self.bus = Bus(
@@ -155,6 +158,11 @@ class Trainer:
             )
             if loaded:
                 self._saver.loaded(str(cfg.load), self.progress.iteration)
+        if self.progress.consumed_train_samples and not self.progress.data:
+            self._say(
+                "NOTE: the checkpoint does not say which data it was trained on; this run's are "
+                "taken for the same"
+            )
         if cfg.train_samples is not None:
             done = self.progress.trained_samples
             left = self._batches.steps(done, cfg.train_samples)
@@ -162,7 +170,9 @@ class Trainer:
         self.parts.fp8.begin(self.progress.iteration)
         self._describe()
         self._stamp("after model, optimizer, and learning rate scheduler are built")
-        sources = setup_sources(cfg, self._tokenizer, runtime)
+        with decisions(self._say):
+            sources = setup_sources(cfg, self._tokenizer, runtime, self.progress)
+        self._ledger = sources.ledger
         self._describe_data(sources)
         self._stamp("after dataloaders are built")
         self._say("done with setup ...")
@@ -212,7 +222,7 @@ class Trainer:
     def _show_precision(self) -> list[PrecisionRow]:
         """Show and return the precision of every layer of the model."""
         rows = precision.of_all_stages(self.parts.model.named_precision_rows(), self.mesh.pp)
-        self.bus.emit(precision.summarize(rows))
+        self.bus.emit(precision.summarize(rows, cfg=self.config))
         return rows
 
     def _switch_fp8(self, iteration: int) -> None:
@@ -265,7 +275,7 @@ class Trainer:
         while progress.iteration < self._last_iteration:
             self._switch_fp8(progress.iteration + 1)
             size = self._next_batch(self._step)
-            samples = progress.next_samples(available, size)
+            samples = progress.next_samples(available, size, sources.train.begin)
             outcome = self._step.run(progress.iteration + 1, samples)
             self._account(outcome, size)
             self._saver.poll()
@@ -432,6 +442,9 @@ class Trainer:
                 f"not finite. Last good checkpoint: {last}"
             )
             return
+        if self._ledger is not None:
+            consumed = self.progress.consumed_train_samples
+            self.progress.data = self._ledger.record(consumed).to_dict()
         with self.bus.paused():
             self._saver.request(self.progress.iteration, kind, not self._bad_steps, still)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sympy  # noqa: F401
 import torch
-import torch._dynamo  # noqa: F401
-import torch.distributed.tensor  # noqa: F401
+import torch._dynamo
+import torch.distributed.tensor
 import torch.testing
 
 torch.testing.assert_close(torch.ones(1), torch.ones(1))

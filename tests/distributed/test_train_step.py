@@ -55,7 +55,12 @@ def train(rank, world_size, **fields):
     source = Source(UnevenSamples(), micro_batch_size=cfg.micro_batch_size,
                     data_parallel_size=mesh.dp.size)  # fmt: skip
     step = TrainStep(cfg, runtime, parts, source)
-    outcomes = [step.run(i + 1, i * BATCH) for i in range(2)]
+    outcomes, consumed = [], 0
+    for iteration in (1, 2):
+        size = cfg.batches().size(consumed)
+        step.use_batch(size)
+        outcomes.append(step.run(iteration, consumed))
+        consumed += size
     score = evaluate(cfg, runtime, parts, source, 3 * BATCH)
     own = {name: gather_full(p.detach(), p, mesh.tp).numpy()
            for name, p in parts.model.named_parameters()}  # fmt: skip
@@ -102,6 +107,31 @@ def reference():
 def test_layouts_agree(world_size, fields, reference):
     for found in run_ranks(train, world_size, **fields):
         close(found, reference, rel=2e-5)  # fp32 sums in another order
+
+
+GROWING = {
+    "train_iters": None,
+    "train_samples": 40,
+    "rampup_batch_size": (4, 4, 4),
+    "micro_batch_size": 1,
+    "num_layers": 4,
+    "num_experts": 2,
+    "moe_z_loss_coeff": 0.1,
+    "add_bias_linear": False,
+}
+
+
+def test_a_growing_batch_on_several_ranks():
+    """Four samples, then eight: replicas and interleaved stages take other microbatches each."""
+    (alone,) = run_ranks(train, 1, **GROWING)
+    assert [tokens for _, _, tokens, _ in alone[0]] == [16, 48 + 16]
+    layout = {
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "use_distributed_optimizer": True,
+    }
+    for found in run_ranks(train, 4, **GROWING, **layout):
+        close(found, alone, rel=2e-5)  # fp32 sums in another order
 
 
 def test_zeros_and_norm_count_every_element_once():

@@ -6,10 +6,10 @@ import os
 
 import pytest
 import sympy  # noqa: F401
-import torch._dynamo  # noqa: F401
+import torch._dynamo
 import torch.distributed.tensor  # noqa: F401
 
-import megatron.training.failures  # noqa: F401
+import megatron.training.failures
 import megatron.training.trainer  # noqa: F401
 from tests.e2e.refusals import MOCK, accepted
 

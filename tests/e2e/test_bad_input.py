@@ -216,13 +216,14 @@ def test_retired_spellings_are_accepted_with_a_notice():
 
 
 def test_a_backend_that_cannot_run():
-    refused(
+    done = refused(
         [*MOCK, "--transformer-impl", "transformer_engine"],
         1,
         "--transformer-impl: got transformer_engine",
         "native: can run",
         "Choose auto or native",
     )
+    assert len(messages(done.out)) == 1  # every rank has the same to say, and the first says it
 
 
 def test_a_model_that_does_not_fit():

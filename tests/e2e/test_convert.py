@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 from megatron.core.dist_checkpointing import schema  # noqa: E402
 from megatron.core.dist_checkpointing.storage import Reader  # noqa: E402
-from megatron.training import hf_map, hf_verify  # noqa: E402
+from megatron.training import hf_config, hf_map, hf_rows, hf_verify  # noqa: E402
 from tests.e2e.launch import launch  # noqa: E402
 from tools.checkpoint import convert  # noqa: E402
 
@@ -53,6 +54,10 @@ MODELS = {
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-3": ("Llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 16384}),
     "llama-theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
@@ -132,6 +137,9 @@ def test_round_trip_is_bitwise_and_logits_agree(tmp_path, capsys, name):
     for key, value in before.items():
         assert torch.equal(value, after[key]), key
         assert after[key].dtype == value.dtype
+    old, new = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("hf", "back"))
+    old.pop("transformers_version")
+    assert {**new, "torch_dtype": old["dtype"]} == {**old, "torch_dtype": new["torch_dtype"]}
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert torch.equal(logits(reloaded.eval(), tokens), logits(theirs, tokens))
     assert reloaded.config.vocab_size == VOCAB
@@ -204,6 +212,57 @@ def sections(tensors, groups, width):
 def unsections(fused, groups, width):
     heads = fused.shape[0] // width - 2 * groups
     return torch.split(fused, [heads * width, groups * width, groups * width])
+
+
+def transposed(monkeypatch):
+    """One square matrix, turned in both directions."""
+    real = hf_map.rows_for
+
+    def rows(*args):
+        return [
+            replace(r, join=lambda t: t[0].t(), split=lambda t: [t.t()])
+            if r.name.endswith("linear_proj.weight") else r
+            for r in real(*args)
+        ]  # fmt: skip
+
+    monkeypatch.setattr(hf_map, "rows_for", rows)
+
+
+def exchanged_experts(monkeypatch):
+    def of(self, template):
+        theirs = template.startswith("model.") and self.expert in (1, 2)
+        return template.format(i=self.layer, e=3 - self.expert if theirs else self.expert)
+
+    monkeypatch.setattr(hf_rows.Place, "of", of)
+
+
+def other_theta(monkeypatch):
+    real = hf_config._rope_fields
+    monkeypatch.setattr(hf_config, "_rope_fields", lambda *a: {**real(*a), "rotary_base": 500})
+
+
+FAULTS = {
+    "transposed": ("llama", transposed, "model.layers.0.self_attn.o_proj (by"),
+    "expert": ("mixtral", exchanged_experts, "the MLP of layer 0 (by"),
+    "theta": ("llama", other_theta, "the scores of attention in layer 0, whose queries, keys and"),
+    "theta of qwen3": ("qwen3", other_theta, "the scores of attention in layer 0"),
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_tables_is_found_and_named(tmp_path, capsys, monkeypatch, fault, streamed):
+    """The same mistake in both directions: only the other implementation knows better."""
+    name, inject, message = FAULTS[fault]
+    make_model(name, tmp_path / "hf")
+    inject(monkeypatch)
+    if streamed:
+        monkeypatch.setattr(convert, "_WHOLE_MODEL", 0)
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt") == 1
+    error = capsys.readouterr().err
+    assert f"The first part that differs is {message}" in error
+    assert ("expert 1 (gate_up_proj)" in error) == (fault == "expert")
+    assert os.listdir(tmp_path / "ckpt") == []
 
 
 WRONG = {
@@ -347,6 +406,94 @@ def test_as_a_command(tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "done: out/release (fp32)" in result.stdout
+
+
+def rewrite(directory, change):
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    save_file(change(load_file(path)), path)
+
+
+def padded(state):
+    rows = torch.zeros(3, 48)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    return {**state, **{n: torch.cat([state[n], rows]) for n in names}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (padded, "model.embed_tokens.weight has 260 rows and vocab_size is 257"),
+        (lambda s: {**s, "model.extra": torch.ones(2)}, "in the model: model.extra"),
+        (lambda s: {k: v for k, v in s.items() if "1.mlp.up" not in k}, "layers.1.mlp.up_proj"),
+    ],
+    ids=["padded", "extra", "missing"],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path, capsys, change, message):
+    make_model("llama", tmp_path / "hf")
+    rewrite(tmp_path / "hf", change)
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt") == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "ckpt").exists()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_shards(tmp_path, capsys, kind):
+    model = make_model("llama", tmp_path / "whole")
+    make_model("llama", tmp_path / "hf").save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    if kind == "bin":
+        index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+        files = {n: f.replace("safetensors", "bin") for n, f in index["weight_map"].items()}
+        for file in set(files.values()):
+            own = {n: t for n, t in model.state_dict().items() if files[n] == file}
+            torch.save(own, tmp_path / "hf" / file)
+        for path in (tmp_path / "hf").glob("model*.safetensors*"):
+            path.unlink()
+        (tmp_path / "hf" / "pytorch_model.bin.index.json").write_text(
+            json.dumps({"weight_map": files})
+        )
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "ckpt", "--no-verify") == 0
+    assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "back", "--no-verify") == 0
+    expected = state_of(tmp_path / "whole")
+    assert all(torch.equal(v, expected[k]) for k, v in state_of(tmp_path / "back").items())
+    shard = sorted((tmp_path / "hf").glob(f"model-*.{kind}"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert run("huggingface", "megatron", tmp_path / "hf", tmp_path / "x", "--no-verify") == 1
+    assert shard.name in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ Megatron's spellings
+
+
+def test_the_command_line_of_megatrons_tool(tmp_path, capsys):
+    make_model("llama", tmp_path / "hf")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    flags = [
+        "--checkpoint-type", "hf", "--model-size", "llama3", "--bf16", "--max-queue-size", "9",
+        "--tokenizer-model", str(tmp_path / "tokenizer.json"), "--no-verify",
+        "--target-tensor-parallel-size", "2", "--saver-transformer-impl", "transformer_engine",
+    ]  # fmt: skip
+    assert run("llama_mistral", "core", tmp_path / "hf", tmp_path / "ckpt", *flags) == 0
+    assert "--model-size is not needed" in capsys.readouterr().out
+    assert (tmp_path / "ckpt" / "release" / "tokenizer" / "tokenizer.json").is_file()
+    kinds = {e.dtype for e in Reader(tmp_path / "ckpt" / "release").tensors.values()}
+    assert kinds == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--checkpoint-type", "meta"], "--checkpoint-type: got meta"),
+        (["--bf16", "--target-dtype", "fp32"], "--bf16: got set. --target-dtype is fp32"),
+        (["--tokenizer-model", "nowhere"], "--tokenizer-model: got nowhere"),
+    ],
+)
+def test_spellings_that_cannot_be_honoured(tmp_path, capsys, flags, message):
+    make_model("llama", tmp_path / "hf")
+    assert run("llama_mistral", "core", tmp_path / "hf", tmp_path / "ckpt", *flags) == 1
+    assert message in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ together with training

@@ -17,7 +17,7 @@ from tests.e2e.launch import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from tools import parity  # noqa: E402
+from tools import parity
 
 SMALL = [
     "--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=16",

@@ -109,6 +109,7 @@ DATA_REFUSED = [
         "--validation-set-names",
         ["a for 2 sets"],
     ),
+    (1, {"data_mix_change": "continue"}, "--data-mix-change", ["Add --load"]),
     (1, {"num_dataset_builder_threads": 0}, "--num-dataset-builder-threads", ["1 or more"]),
     (1, {**DATA, "data_args_path": "no/such"}, "--data-args-path", ["cannot be read"]),
     (1, {**DATA, "per_split_data_args_path": "no/such"}, "--per-split-data-args-path", ["read"]),

@@ -99,6 +99,18 @@ def test_a_recipe_that_transformer_engine_lacks_here_counts(monkeypatch):
     assert choice.why == "it does not run the recipe mxfp8 on this device: needs 10.0"
 
 
+class Silent(Fake):
+    """A backend that may not be asked: to answer, it would import a library."""
+
+    def availability(self):
+        raise AssertionError(f"{self.name} was asked")
+
+
+def test_only_those_that_may_be_chosen_are_asked():
+    assert resolve("native", "cuda", [Silent("te"), Fake("native")])[0].name == "native"
+    assert resolve("auto", "cuda", [Fake("te"), Silent("native")])[0].name == "te"
+
+
 def test_nothing_can_run():
     with pytest.raises(BackendUnavailable, match="auto"):
         resolve("auto", "cpu", [Fake("a", False)])

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from megatron.core.dist_checkpointing import directory as place
 from megatron.core.dist_checkpointing import plain, schema
+from megatron.core.dist_checkpointing.foreign import local_name, own_names
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import ParallelState
@@ -140,3 +141,50 @@ def test_older_ones_keep_the_common_entry_in_a_file(tmp_path):
     (tmp_path / "iter_0000005" / schema.COMMON_FILE).unlink()
     with pytest.raises(CheckpointError, match="common_state"):
         read_common(Reader(tmp_path / "iter_0000005"))
+
+
+# ------------------------------------------------------------------ experts, local modules
+
+GOLDEN_MOE = GOLDEN.with_name("megatron_core_moe_checkpoint")
+MOE = {
+    **MODEL, "normalization": "RMSNorm", "vocab_size": 50, "num_experts": 2, "moe_router_topk": 1,
+    "moe_ffn_hidden_size": 8, "moe_layer_freq": "([0]*1+[1]*1)",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid", "moe_shared_expert_intermediate_size": 8,
+}  # fmt: skip
+
+
+def test_a_model_with_experts_of_local_modules():
+    config = small_config(**MOE, load=str(GOLDEN_MOE), no_load_optim=True)
+    model, build = build_model(config)
+    assert load_checkpoint(
+        config, ParallelState.single(), model=model, optimizer=None, scheduler=None,
+        fp8=build.fp8, progress=Progress(), say=lambda line: None,
+    )  # fmt: skip
+    expected = load_file(GOLDEN_MOE / "logits.safetensors")["logits"]
+    tokens = torch.arange(16).view(1, 16) * 7 % 50
+    # Both in fp32; sums of 16 products in another order.
+    assert (logits(model, tokens)[..., :50] - expected).abs().max() < 1e-5
+
+
+def test_only_norms_before_experts_have_another_name():
+    keys = [
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.1.mlp.router.weight",
+        "decoder.layers.11.mlp.linear_fc1.layer_norm_weight",
+        "chained_0.optimizer.state.fp32_param.decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+        "chained_1.optimizer.state.exp_avg.decoder.layers.1.mlp.linear_fc1.layer_norm_bias",
+        "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+    ]
+    names = {stored: own for own, stored in own_names(keys).items()}
+    norm = "decoder.layers.1.pre_mlp_layernorm."
+    assert [names[key] for key in keys] == [
+        keys[0], f"{norm}weight", keys[2], keys[3],
+        f"optimizer.state.param.{norm}weight", f"optimizer.state.exp_avg.{norm}bias", keys[6],
+    ]  # fmt: skip
+    layers = "decoder.layers.mlp."
+    stacked = [f"{layers}linear_fc1.layer_norm_weight", f"{layers}router.weight"]
+    assert "decoder.layers.pre_mlp_layernorm.weight" in own_names(stacked)
+    assert set(own_names(stacked[:1])) == set(stacked[:1])
+    assert local_name("decoder.layers.pre_mlp_layernorm.weight") == stacked[0]

@@ -16,6 +16,7 @@ from megatron.config.rules import RULES
 
 TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
 FP8 = {"fp8_format": "hybrid"}
+EXPERTS = {"num_experts": 8, "add_bias_linear": False, "moe_ffn_hidden_size": 64}
 OVERLAP = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True}
 PARTS = (
     "tp_comm_overlap_ag",
@@ -42,6 +43,15 @@ REFUSED = [
     # shape
     ({"num_layers": 0}, "--num-layers", ["got 0", "at least 1"]),
     ({"num_layers": -3}, "--num-layers", ["got -3"]),
+    # A size that a list is made from would fill the memory before anything is said.
+    ({"num_layers": 10**9}, "--num-layers", ["got 1000000000", "at most 100000"]),
+    ({"num_layers": 10**18, **EXPERTS}, "--num-layers", ["at most 100000"]),
+    ({"dry_run": True, "fake_world_size": 10**9}, "--fake-world-size", ["at most 1000000"]),
+    (
+        {"global_batch_size": 10**9, "micro_batch_size": 2},
+        "--global-batch-size",
+        ["got 500000000 microbatches", "at most 100000"],
+    ),
     ({"seed": 2**32}, "--seed", ["32 bits", "at most 4294967295"]),
     ({"distributed_timeout_minutes": 1e300}, "--distributed-timeout-minutes", ["at most 1000000"]),
     ({"hidden_dropout": 1.0}, "--hidden-dropout", ["below 1"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,6 +14,11 @@ from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.source import build_sources
 from megatron.core.datasets.tokenizers import build_tokenizer
 from megatron.core.mesh import ParallelState
+from megatron.observe.events import EvalEnd
+from megatron.observe.lines import validation_lines
+from megatron.training import trainer
+from megatron.training.initialize import Launch, start
+from tests.spikes import Recorder
 
 
 def sources(tmp_path, **fields):
@@ -93,3 +99,28 @@ def test_threads_build_the_same_files(tmp_path):
         for d in ("one", "many")
     ]
     assert names[0] == names[1]
+
+
+def evaluations(tmp_path, **fields):
+    cfg = config(tmp_path, num_workers=0, device="cpu", lr=1e-2, train_iters=4, eval_interval=2,
+                 log_interval=4, **fields)  # fmt: skip
+    recorder = Recorder()
+    with mock.patch.object(trainer, "build_sinks", return_value=([recorder], [])):
+        made = trainer.Trainer(start(cfg, Launch()))
+        made.run()
+    return recorder.kinds(EvalEnd), made.progress
+
+
+def test_each_set_has_its_own_loss(tmp_path):
+    a, b, c = paths(tmp_path)
+    fields = {"train_data_path": [a], "valid_data_path": [b, c]}
+    found, progress = evaluations(tmp_path, **fields, multiple_validation_sets=True)
+    assert [(one.iteration, one.name) for one in found] == [
+        (at, name) for at in (2, 4, 4) for name in "bc"
+    ]
+    assert progress.consumed_valid_samples == 3 * 2 * 4
+    for name, path in (("b", b), ("c", c)):
+        alone, _ = evaluations(tmp_path, train_data_path=[a], valid_data_path=[path])
+        assert [one.losses for one in alone] == [one.losses for one in found if one.name == name]
+    assert found[0].losses != found[1].losses
+    assert " validation-b loss at iteration 2 | lm loss value" in validation_lines(found[0])

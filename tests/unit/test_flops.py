@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import make_config
+from megatron.observe.lines import precision_table
 from megatron.training.flops import Shape, flops_per_sequence, terms_per_token
+from megatron.training.precision import flop_shares, summarize
+from tests.small_models import LLAMA, build_model, small_config
 
 LLAMA3_8B = Shape(8192, 32, 4096, 4096, 1024, 128256, 14336, gated=True)
 GPT3_175B = Shape(2048, 96, 12288, 12288, 12288, 51200, 4 * 12288)
@@ -46,3 +49,35 @@ def test_a_token_passes_its_experts_and_the_shared_one():
     terms = terms_per_token(Shape.of(make_config(**fields)))
     assert terms["mlp"] == 6 * 3 * 64 * 96
     assert terms["experts"] == 6 * 3 * 64 * 3 * (5 * 24 + 40)
+
+
+MOE = {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "moe_ffn_hidden_size": 48,
+       "moe_layer_freq": "2", "moe_shared_expert_intermediate_size": 40}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "attention"),
+    [({}, 0.0), ({"fp8_dot_product_attention": True}, 2 / 4),
+     ({"fp8_dot_product_attention": True, "fp8_dpa_bwd": False}, 2 / 4 / 3), (MOE, 0.0)],
+    ids=["dense", "attention", "attention forward", "experts"],
+)  # fmt: skip
+def test_shares_in_fp8_are_those_of_the_layers_that_run_in_it(fields, attention):
+    """Two of four layers; every matrix of the model is in the table once, at its size."""
+    cfg = small_config(
+        **{**LLAMA, **fields, "num_layers": 4}, bf16=True, fp8_format="hybrid",
+        first_last_layers_bf16=True,
+    )  # fmt: skip
+    rows = build_model(cfg)[0].named_precision_rows()
+    terms = terms_per_token(Shape.of(cfg))
+    dense = terms["mlp"] * (1 / 2 if "num_experts" in fields else 2 / 4)
+    linear = dense + (terms["attention_projections"] + terms["experts"]) * 2 / 4
+    core = terms["attention_core"]
+    every = sum(terms.values())
+    shares = ((linear / (every - core)), (linear + core * attention) / every)
+    assert flop_shares(rows, cfg) == pytest.approx(shares, rel=1e-12)
+    no_attention = [row for row in rows if not row.path.endswith("core_attention")]
+    assert flop_shares(no_attention, cfg) == pytest.approx(shares[:1], rel=1e-12)
+    table = summarize(rows, cfg=cfg)
+    words = f"  FLOPs of a step in FP8: {shares[0]:.1%} of the linear layers', {shares[1]:.1%} with"
+    assert precision_table(table.lines, shares=table.shares).splitlines()[1].startswith(words)
+    assert "FLOPs" not in precision_table(table.lines)

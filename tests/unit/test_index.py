@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.datasets import index
+from megatron.core.datasets.gpt import GPTDataset, SampleConfig
 from megatron.core.datasets.index import EpochPlan, SampleOrder, document_index, sample_index
+from megatron.core.datasets.indexed import HEADER, MAGIC, IndexedDataset
 from tests.golden import corpora
 
 
@@ -115,3 +118,48 @@ def test_counts_beyond_32_bits():
     plan = EpochPlan.of(tokens, 4096, 10_000_000_000)
     assert plan.epochs == -(-(10_000_000_000 * 4096 + 1) // tokens) == 7
     assert plan.samples == (7 * tokens - 1) // 4096
+
+
+def test_blocks_and_wide_numbers_change_nothing(monkeypatch):
+    lengths = np.array([0, 7, 3, 0, 0, 11, 2, 5, 1, 1, 9, 0], dtype=np.int32)
+    order = np.random.RandomState(0).permutation(np.tile(np.arange(12, dtype=np.int32), 3))
+    whole = sample_index(lengths, order, 4)
+    for size in (1, 2, 5, 35, 36):
+        monkeypatch.setattr(index, "_BLOCK", size)
+        assert sample_index(lengths, order, 4).tolist() == whole.tolist()
+    monkeypatch.setattr(index, "_INT32", 35)
+    wide = sample_index(lengths, order, 4)
+    assert (whole.dtype, wide.dtype) == (np.int32, np.int64)
+    assert wide.tolist() == whole.tolist()
+
+
+def test_samples_beyond_32_bits(tmp_path):
+    """Three documents of 2^31 - 1 tokens in a sparse file: every position is exact."""
+    size, length = 2**31 - 1, 1 << 20
+    lengths = np.full(3, size, dtype="<i4")
+    pointers = (2 * size * np.arange(3)).astype("<i8")
+    head = HEADER.pack(MAGIC, 1, 8, 3, 4)
+    documents = np.arange(4, dtype="<i8")
+    (tmp_path / "huge.idx").write_bytes(
+        head + lengths.tobytes() + pointers.tobytes() + documents.tobytes()
+    )
+    marks = {int(pointers[d]) + 2 * at: 1 + d * 10 + at % 7
+             for d in range(3) for at in (0, 5, 2**30, size - 1)}  # fmt: skip
+    with (tmp_path / "huge.bin").open("wb") as file:
+        for at, mark in marks.items():
+            file.seek(at)
+            file.write(np.uint16(mark).tobytes())
+    corpus = IndexedDataset(tmp_path / "huge")
+    settings = SampleConfig(sequence_length=length, cache_path=str(tmp_path / "cache"))
+    data = GPTDataset(corpus, np.arange(3, dtype=np.int32), None, "train", settings)
+    assert len(data) == (3 * size - 1) // length
+    order = data.order.document_index.tolist()
+    for place, document in enumerate(order):
+        for at in (0, 5, 2**30, size - 1):
+            mark = marks[int(pointers[document]) + 2 * at]
+            assert data.tokens(place * size + at, 1).tolist() == [mark]
+    row = data.shuffle.tolist().index(
+        2**31 // length
+    )  # holds token 2^31: the second document's 2nd
+    assert data.window(row)[3] == 0
+    assert data.window(row)[4] == marks[int(pointers[order[1]]) + 10]

@@ -154,6 +154,20 @@ def test_dynamic_loss_scale_waits_falls_and_grows():
     assert values == [16, 8, 4, 4, 4, 8, 8, 4, 2, 2, 2]
 
 
+def test_a_step_skipped_for_its_loss_says_nothing_about_the_scale():
+    settings = {"initial_loss_scale": 16.0, "loss_scale_window": 3, "hysteresis": 1}
+    net = model(torch.float16)
+    optimizer = build_optimizer(config(fp16=True, **settings), net, MESH)
+    values = []
+    for skip, overflow in [(1, 0), (1, 0), (0, 0), (1, 0), (0, 0), (0, 0), (1, 1), (0, 1)]:
+        set_grads(net, 0)
+        if overflow:
+            net[0].bias.main_grad[0] = float("inf")
+        optimizer.step(skip=bool(skip))
+        values.append(optimizer.loss_scale.value)
+    assert values == [16, 16, 16, 16, 16, 32, 16, 8]
+
+
 def test_state_round_trips_through_names_and_scalars():
     cfg = config(fp16=True, initial_loss_scale=8.0)
     net, copy = model(torch.float16), model(torch.float16)

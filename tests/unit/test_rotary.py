@@ -17,11 +17,12 @@ from megatron.core.transformer.rotary import (
 )
 
 
-def embedding(*, kv_channels=16, percent=1.0, base=10000, scaling=False, factor=8.0):
+def embedding(*, kv_channels=16, percent=1.0, base=10000, scaling=False, factor=8.0, longer=None):
     config = SimpleNamespace(
         kv_channels=kv_channels,
         rotary_percent=percent,
         rotary_base=base,
+        rotary_seq_len_interpolation_factor=longer,
         use_rope_scaling=scaling,
         rope_scaling_factor=factor,
     )
@@ -89,6 +90,12 @@ def test_angles_are_position_times_frequency_and_equal_rows_share_them():
     expected = torch.outer(torch.arange(5.0), inverse_frequencies(16, 10000.0))
     torch.testing.assert_close(rotation.cos[:, 0], expected.cos())
     torch.testing.assert_close(rotation.sin[:, 0], expected.sin())
+
+
+def test_interpolated_positions_are_those_of_a_shorter_sequence():
+    longer, plain = embedding(longer=4), embedding()
+    stretched = longer(torch.arange(0, 20, 4)[None])
+    torch.testing.assert_close(stretched.cos, plain(torch.arange(5)[None]).cos)
 
 
 def test_positions_that_restart_inside_a_row_are_honoured():

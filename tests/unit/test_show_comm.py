@@ -102,7 +102,7 @@ def test_a_single_rank_sends_nothing(capsys):
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (["--rank", "8"], 1, "error: --rank: got 8. The run has the ranks 0 to 7."),
+        (["--rank", "8"], 2, "  - --rank: got 8. The run has the ranks 0 to 7."),
         (["--global-batch-size", "9"], 2, "--global-batch-size"),
         (["--jsn"], 2, "--jsn: got set. There is no such flag"),
     ],

@@ -13,26 +13,47 @@ logits in fp32) before the tool says that it is done.
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# Python puts a script's folder first, and inspect.py in it is not the `inspect` that others mean.
+_HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [p for p in sys.path if os.path.abspath(p or os.curdir) != _HERE]
+sys.path.insert(0, os.path.dirname(os.path.dirname(_HERE)))
+
+import argparse  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 from megatron.config import ConfigError  # noqa: E402
-from megatron.config.tool_flags import ToolParser  # noqa: E402
-from megatron.core.errors import MegatronError  # noqa: E402
-from megatron.training import hf_convert, hf_quantization, hf_verify  # noqa: E402
+from megatron.config.tool_flags import ToolParser, run_tool  # noqa: E402
+from megatron.core.errors import CheckpointError, MegatronError, complaint  # noqa: E402
+from megatron.training import (  # noqa: E402
+    hf_convert,
+    hf_files,
+    hf_quantization,
+    hf_verify,
+    megatron_convert,
+)
 
 _ALIASES = {
     "mcore": "megatron",
     "core": "megatron",
     "hf": "huggingface",
     "llama_mistral": "huggingface",
+    "mixtral_hf": "huggingface",
 }
 _FORMATS = ("megatron", "huggingface")
+# What Megatron's tool asks for and nothing here needs: flag -> number of values.
+_NOT_NEEDED = {
+    "--model-size": 1,
+    "--megatron-path": 1,
+    "--loader-transformer-impl": 1,
+    "--saver-transformer-impl": 1,
+    "--max-queue-size": 1,
+    "--no-checking": 0,
+}
 _WHOLE_MODEL = 50_000_000  # parameters; larger models are compared layer by layer
 _LAYOUT = ("tensor", "pipeline", "expert")
 
@@ -41,12 +62,17 @@ def _format(name: str) -> str:
     return _ALIASES.get(name, name)
 
 
+def _loader(name: str) -> str:
+    return "megatron" if name == "torch" else _format(name)  # which of the two is seen
+
+
 def parser() -> ToolParser:
     """Build the command line."""
     p = ToolParser(description=__doc__)
     p.add_argument("--model-type", required=True, choices=("GPT",))
-    p.add_argument("--loader", type=_format, choices=_FORMATS, default="megatron")
-    p.add_argument("--saver", type=_format, choices=_FORMATS, default="megatron")
+    megatron_convert.add_arguments(p)
+    p.add_argument("--loader", type=_loader, choices=_FORMATS, default="megatron")
+    p.add_argument("--saver", type=_format, choices=(*_FORMATS, "torch"), default="megatron")
     p.add_argument(
         "--load-dir", type=Path, required=True,
         help="HuggingFace directory, save directory, or one iter_XXXXXXX directory",
@@ -73,13 +99,57 @@ def parser() -> ToolParser:
     for name in _LAYOUT:
         p.add_argument(
             f"--target-{name}-parallel-size", type=int, default=None,
-            help="accepted and not needed: checkpoints do not depend on the layout",
+            help="layout to write, with --saver torch; other formats do not depend on it",
         )  # fmt: skip
     p.add_argument(
         "--verify", action=argparse.BooleanOptionalAction, default=None,
         help="compare logits with transformers' (default: if that library is installed)",
     )  # fmt: skip
+    _add_megatron_spellings(p)
     return p
+
+
+def _add_megatron_spellings(p: ToolParser) -> None:
+    group = p.add_argument_group("spellings of Megatron's tool")
+    group.add_argument(
+        "--checkpoint-type", choices=("meta", "hf"), default="hf",
+        help="of --loader llama_mistral; Meta's own files are refused",
+    )  # fmt: skip
+    group.add_argument(
+        "--tokenizer-model", type=Path,
+        help="tokenizer file or directory that travels along (default: that of the source)",
+    )  # fmt: skip
+    dtype = group.add_mutually_exclusive_group()
+    for name in ("bf16", "fp16"):
+        dtype.add_argument(f"--{name}", action="store_true", help=f"--target-dtype {name}")
+    for flag, values in _NOT_NEEDED.items():
+        action = {"action": "store_true"} if values == 0 else {}
+        group.add_argument(flag, help="accepted and not needed", **action)  # type: ignore[arg-type]
+
+
+def _target_dtype(args: argparse.Namespace) -> str | None:
+    short = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    if short and args.target_dtype not in (None, short):
+        problem = f"--target-dtype is {args.target_dtype}"
+        raise CheckpointError(complaint(f"--{short}", "set", problem, "Remove one of them"))
+    asked: str | None = args.target_dtype or short
+    return asked
+
+
+def _heed_megatron_spellings(args: argparse.Namespace) -> None:
+    """Refuse what cannot be read, and say what is not needed.
+
+    Raises:
+        CheckpointError: Meta's own files were announced.
+    """
+    if args.checkpoint_type == "meta":
+        why = "Meta's own files (consolidated.00.pth) name and order their tensors in another way"
+        fix = "Download the same model in HuggingFace format and use --checkpoint-type hf"
+        raise CheckpointError(complaint("--checkpoint-type", "meta", why, fix))
+    for flag in _NOT_NEEDED:
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if value:
+            print(f"NOTE: {flag} is not needed: the files say what the model is")
 
 
 def _should_verify(asked: bool | None, request: hf_convert.Request) -> bool:
@@ -103,14 +173,20 @@ def _should_verify(asked: bool | None, request: hf_convert.Request) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert, verify, report."""
     args = parser().parse_args(argv)
-    if any(getattr(args, f"target_{name}_parallel_size") for name in _LAYOUT):
+    sizes = any(getattr(args, f"target_{name}_parallel_size") for name in _LAYOUT)
+    if sizes and args.saver != "torch":
         print("NOTE: checkpoints do not depend on the layout; the target sizes are not needed")
-    request = hf_convert.Request(
-        args.loader, args.saver, args.load_dir, args.save_dir, args.target_dtype,
-        args.true_vocab_size, args.fp8_weights, args.fp8_activations,
-    )  # fmt: skip
+    if args.saver == "torch" or args.loader == args.saver == "megatron":
+        return megatron_convert.run(args)
     try:
+        _heed_megatron_spellings(args)
+        request = hf_convert.Request(
+            args.loader, args.saver, args.load_dir, args.save_dir, _target_dtype(args),
+            args.true_vocab_size, args.fp8_weights, args.fp8_activations,
+        )  # fmt: skip
         source = hf_convert.open_source(request)
+        if args.tokenizer_model is not None:
+            source.tokenizer |= hf_files.tokenizer_at(args.tokenizer_model)
         numel = hf_convert.count_elements(source)
         print(
             f"converting {args.load_dir} ({source.model_type}, {numel / 1e6:.1f} M parameters, "
@@ -124,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MegatronError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"done: {result} ({dtype})")
+    print(f"done: {result} ({request.dtype or dtype})")
     return 0
 
 
@@ -147,4 +223,4 @@ def _verify(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

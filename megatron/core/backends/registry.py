@@ -103,16 +103,19 @@ def resolve(
     """
     known = list(candidates) if candidates is not None else backends()
     where = torch.device(device)
-    verdicts = [(backend, *_can_run(backend, where, recipes)) for backend in known]
     wanted = ALIASES.get(name, name)
-    if wanted == "auto":
-        refused = [f"{b.name}: {reason}" for b, able, reason in verdicts if not able]
-        for backend, able, reason in verdicts:
-            if able:
-                return backend, "; ".join([f"auto: {reason}", *refused])
-    for backend, able, reason in verdicts:
-        if backend.name == wanted and able:
+    # Only those that may be chosen are asked: to answer, a library is imported and starts CUDA.
+    refused: list[str] = []
+    for backend in known:
+        if wanted not in ("auto", backend.name):
+            continue
+        able, reason = _can_run(backend, where, recipes)
+        if able and wanted == "auto":
+            return backend, "; ".join([f"auto: {reason}", *refused])
+        if able:
             return backend, f"asked for by name; {reason}"
+        refused.append(f"{backend.name}: {reason}")
+    verdicts = [(backend, *_can_run(backend, where, recipes)) for backend in known]
     table = "; ".join(
         f"{b.name}: {'can run' if able else 'cannot run'}, {reason}" for b, able, reason in verdicts
     )

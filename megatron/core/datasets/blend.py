@@ -40,6 +40,11 @@ class BlendSpec:
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
+    @property
+    def read_once(self) -> bool:
+        """Whether the corpora are not repeated: several without weights."""
+        return self.weights is None and len(self.prefixes) > 1
+
 
 def _number(word: str) -> float | None:
     try:
@@ -163,7 +168,7 @@ def _take_turns_plainly(
     turns, positions = [], []
     for i in range(dataset.size):
         wanted = float(max(i, 1))
-        best = max(numbers, key=lambda d: shares[d] * wanted - counts[d])  # noqa: B023
+        best = max(numbers, key=lambda d: shares[d] * wanted - counts[d])
         turns.append(best)
         positions.append(counts[best])
         counts[best] += 1

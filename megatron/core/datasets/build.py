@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -20,17 +20,20 @@ from megatron.core.datasets.blend import (
 )
 from megatron.core.datasets.gpt import (
     MOCK_SPLIT,
+    Corpus,
     GPTDataset,
     MockCorpus,
     MockGPTDataset,
     SampleConfig,
 )
+from megatron.core.datasets.history import Part, Record, continued, differences, keys
 from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.mixed import CorpusStream, Ledger, MixedDataset, mix_of
 from megatron.core.datasets.split import SPLIT_NAMES, Range, parse_split, split_documents
 from megatron.core.datasets.tokenizers import Tokenizer
 from megatron.core.errors import DataError, complaint
 
-Dataset = GPTDataset | BlendedDataset
+Dataset = GPTDataset | BlendedDataset | MixedDataset
 T = TypeVar("T")
 
 
@@ -43,6 +46,23 @@ class Targets(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Position:
+    """Where a resumed run is in its data.
+
+    Attributes:
+        iteration: Steps that were taken.
+        trained: Training samples of these steps.
+        valid: Validation samples that were read of each set.
+        record: What the checkpoint says about the data, None if nothing.
+    """
+
+    iteration: int = 0
+    trained: int = 0
+    valid: int = 0
+    record: Record | None = None
+
+
+@dataclass(frozen=True)
 class Datasets:
     """The datasets of a run.
 
@@ -50,11 +70,13 @@ class Datasets:
         train: None if the run trains on nothing.
         valid: Validation sets by name; a single one has the name "".
         test: None without one.
+        ledger: What a checkpoint has to know of the training data.
     """
 
     train: Dataset | None = None
     valid: Mapping[str, Dataset] = field(default_factory=dict)
     test: Dataset | None = None
+    ledger: Ledger | None = None
 
     def named(self) -> list[tuple[str, Dataset]]:
         """Return all of them with a name each."""
@@ -133,7 +155,12 @@ def sample_config(config: RunConfig, tokenizer: Tokenizer, planned: bool) -> Sam
 
 
 def build_datasets(
-    config: RunConfig, samples: SampleConfig, tokenizer: Tokenizer, targets: Targets, turn: Turn
+    config: RunConfig,
+    samples: SampleConfig,
+    tokenizer: Tokenizer,
+    targets: Targets,
+    turn: Turn,
+    position: Position | None = None,
 ) -> Datasets:
     """Build the datasets of the three splits.
 
@@ -143,27 +170,40 @@ def build_datasets(
         tokenizer: The tokenizer the corpus was written with.
         targets: How much of each split is read.
         turn: This process's part in building index files.
+        position: Where the run is in its data.
 
     Raises:
-        DataError: The data are unusable.
+        DataError: The data are unusable, or another mix than the one the run was reading.
     """
-    splits = _splits(config, samples, targets)
-    if config.mock_data:
-        return _mock(tokenizer, samples, splits)
-    opened: dict[str, IndexedDataset] = {}
-    built: dict[str, dict[str, Dataset]] = {name: {} for name in SPLIT_NAMES}
-    for split in splits:
-        spec = parse_blend(split.words, split.flag)
+    opened: dict[str, Corpus] = {}
+    train, test, ledger = None, None, None
+    valid: Mapping[str, Dataset] = {}
+    plain = per_split(config)
+    for split in _splits(config, samples, targets):
+        spec = BlendSpec((MockCorpus.prefix,), None)
+        if not config.mock_data:
+            spec = parse_blend(split.words, split.flag)
         for prefix in spec.prefixes:
             if prefix not in opened:
-                opened[prefix] = open_corpus(prefix, config.mmap_bin_files, split.flag)
+                opened[prefix] = _open(config, tokenizer, prefix, split.flag)
         make = _Maker(split, opened, samples, turn)
-        if split.name == "valid" and config.multiple_validation_sets:
+        if split.name == "train":
+            record = None if position is None else position.record
+            train, ledger = make.training(spec, plain, record, config.data_mix_change)
+        elif split.name == "test":
+            test = make.dataset(spec, plain)
+        elif config.multiple_validation_sets:
             names = config.validation_set_names or set_names(spec.prefixes)
-            built["valid"] = make.sets(spec, names)
+            valid = make.sets(spec, names)
         else:
-            built[split.name] = {"": make.dataset(spec, plain=per_split(config))}
-    return Datasets(built["train"].get(""), built["valid"], built["test"].get(""))
+            valid = {"": make.dataset(spec, plain)}
+    return Datasets(train, valid, test, ledger)
+
+
+def _open(config: RunConfig, tokenizer: Tokenizer, prefix: str, flag: str) -> Corpus:
+    if config.mock_data:
+        return MockCorpus(tokenizer.vocab_size, tokenizer.eod)
+    return open_corpus(prefix, config.mmap_bin_files, flag)
 
 
 def set_names(prefixes: Sequence[str]) -> list[str]:
@@ -230,24 +270,12 @@ def open_corpus(prefix: str, mmap: bool, flag: str = "--data-path") -> IndexedDa
     return corpus
 
 
-def _mock(tokenizer: Tokenizer, samples: SampleConfig, splits: Sequence[_Split]) -> Datasets:
-    corpus = MockCorpus(tokenizer.vocab_size, tokenizer.eod)
-    made: dict[str, Dataset] = {
-        split.name: MockGPTDataset(
-            corpus, split_documents(split.share, len(corpus)), split.target, split.name, samples
-        )
-        for split in splits
-    }
-    valid = {"": made["valid"]} if "valid" in made else {}
-    return Datasets(made.get("train"), valid, made.get("test"))
-
-
 @dataclass(frozen=True)
 class _Maker:
     """Makes the datasets of one split."""
 
     split: _Split
-    corpora: Mapping[str, IndexedDataset]
+    corpora: Mapping[str, Corpus]
     samples: SampleConfig
     turn: Turn
 
@@ -255,7 +283,8 @@ class _Maker:
         def task(prefix: str, num_samples: int | None) -> Callable[[], GPTDataset]:
             corpus = self.corpora[prefix]
             documents = split_documents(self.split.share, len(corpus))
-            return lambda: GPTDataset(corpus, documents, num_samples, self.split.name, self.samples)
+            kind = MockGPTDataset if isinstance(corpus, MockCorpus) else GPTDataset
+            return lambda: kind(corpus, documents, num_samples, self.split.name, self.samples)
 
         return self.turn.run([task(*one) for one in wanted])
 
@@ -286,6 +315,73 @@ class _Maker:
             raise once_only(split.flag, len(parts), sum(lengths), split.name, split.target)
         weights = [float(n) for n in lengths]
         return BlendedDataset(parts, weights, split.target, split.name, cache)
+
+    def training(
+        self, spec: BlendSpec, plain: bool, record: Record | None, on_change: str
+    ) -> tuple[Dataset, Ledger | None]:
+        """Make the training data, and what keeps count of them.
+
+        Args:
+            spec: The corpora and their weights.
+            plain: Whether a weight of a single corpus says nothing.
+            record: What a checkpoint says about the data it was trained on.
+            on_change: ``refuse`` or ``continue`` another mix.
+
+        Raises:
+            DataError: The mix is another one and is to be refused, or cannot go on.
+        """
+        resumed, past = None, []
+        if record is not None:
+            resumed = self._resumed(spec, plain, record, on_change)
+            changed = resumed is not None and resumed.begin != record.mix.begin
+            past = record.closed() if changed else record.past
+        made = self.dataset(spec, plain) if resumed is None else resumed
+        return made, None if self.samples.planned else Ledger(made, spec.read_once, past)
+
+    def _resumed(
+        self, spec: BlendSpec, plain: bool, record: Record, on_change: str
+    ) -> MixedDataset | None:
+        """Return the dataset that goes on where a checkpoint stopped, None for `dataset`'s."""
+        # Whether corpora that are read once last is judged by what is left of them.
+        split = replace(self.split, target=1) if spec.read_once else self.split
+        planned = replace(self.samples, planned=True)
+        ahead = _Maker(split, self.corpora, planned, Turn()).dataset(spec, plain)
+        new, target = mix_of(ahead, spec.read_once), self.split.target
+        if new == record.mix:
+            return None
+        changes = differences(record.mix, new)
+        if changes and on_change == "refuse":
+            raise _changed(record, changes)
+        corpora = dict(zip(keys(new.parts), (self.corpora[p] for p in spec.prefixes), strict=True))
+        if changes:
+            mix = continued(record, new, [c.sequence_lengths for c in corpora.values()], target)
+        else:
+            lengths = [corpora[key].sequence_lengths for key in keys(record.mix.parts)]
+            mix = record.mix.with_samples(target - record.mix.begin, lengths)
+        name, samples = self.split.name, self.samples
+
+        def task(corpus: Corpus, part: Part) -> Callable[[], CorpusStream]:
+            return lambda: CorpusStream(corpus, part, name, samples)
+
+        keyed = zip(keys(mix.parts), mix.parts, strict=True)
+        streams = self.turn.run([task(corpora[key], part) for key, part in keyed])
+        return MixedDataset(mix, streams, target, name, samples, changes)
+
+
+def _changed(record: Record, changes: Sequence[str]) -> DataError:
+    taken = ", ".join(
+        f"{part.name} {count}" for part, count in zip(record.mix.parts, record.read, strict=True)
+    )
+    return DataError(
+        complaint(
+            "--data-mix-change",
+            "refuse",
+            f"The checkpoint was trained on other data: {'; '.join(changes)}. It has read since "
+            f"sample {record.mix.begin}: {taken}",
+            "Give the same data as before, or --data-mix-change continue to go on with each corpus "
+            "where it stopped",
+        )
+    )
 
 
 def once_only(flag: str, corpora: int, samples: int, name: str, target: int) -> DataError:

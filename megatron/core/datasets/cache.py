@@ -60,16 +60,18 @@ def cached_arrays(
     text = json.dumps(description, indent=4)
     key = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
     base = f"{key}-{kind}-{split}"
-    found = _load(directory, base, names)
+    begun = time.perf_counter()
+    found, why = _load(directory, base, names)
     if found is not None:
+        _log(directory / base, "found in the cache", begun)
         return found
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / f"{base}.lock"):
-            found = _load(directory, base, names)
+            found, reason = _load(directory, base, names)
             if found is not None:
+                _log(directory / base, f"{why}; waited for another process to build it,", begun)
                 return found
-            begun = time.perf_counter()
             arrays = build()
             for name in names:
                 _write(directory / f"{base}-{name}.npy", arrays[name])
@@ -83,25 +85,46 @@ def cached_arrays(
                 "Name a writable folder with --data-cache-path",
             )
         ) from error
-    logger.info("%s/%s: built in %.1f s", directory, base, time.perf_counter() - begun)
+    _log(directory / base, f"{reason}; built in", begun)
     # Read what was stored: this process then shares pages with the others.
-    loaded = _load(directory, base, names)
+    loaded, _ = _load(directory, base, names)
     return arrays if loaded is None else loaded
 
 
-def _load(directory: Path, base: str, names: Sequence[str]) -> Arrays | None:
+def _log(base: Path, what: str, begun: float) -> None:
+    logger.info("index %s: %s %.1f s", base, what, time.perf_counter() - begun)
+
+
+@contextlib.contextmanager
+def decisions(say: Callable[[str], None]) -> Iterator[None]:
+    """Hand every decision about the cache inside the block to `say`, one line each."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(record.getMessage())
+
+    handler, level = Lines(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+def _load(directory: Path, base: str, names: Sequence[str]) -> tuple[Arrays | None, str]:
+    """Return the arrays, or why there are none."""
     if not (directory / f"{base}-description.txt").is_file():
-        logger.info("%s/%s: not in the cache", directory, base)
-        return None
+        return None, "not in the cache"
     arrays: Arrays = {}
     for name in names:
         path = directory / f"{base}-{name}.npy"
         try:
             arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            logger.warning("%s: unreadable (%s), building it again", path, error)
-            return None
-    return arrays
+            return None, f"{path.name} is unreadable ({error})"
+    return arrays, ""
 
 
 @contextlib.contextmanager
@@ -114,7 +137,7 @@ def _locked(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            logger.info("%s: this file system has no locks, building without", path)
+            logger.info("index %s: this file system has no locks, built without one", path)
         yield
     finally:
         os.close(handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.datasets.batch import cut_window
 from megatron.core.datasets.cache import Arrays, cached_arrays
-from megatron.core.datasets.index import EpochPlan, IntArray, SampleOrder
+from megatron.core.datasets.index import EpochPlan, IntArray, SampleOrder, count_tokens
 from megatron.core.errors import DataError, complaint
 
 # Shape legend: s sequence.
@@ -74,7 +75,53 @@ class SampleConfig:
     planned: bool = False
 
 
-class GPTDataset:
+class Windows(ABC):
+    """Samples that are windows of a text, visited in a shuffled order.
+
+    Attributes:
+        corpus: The documents.
+        name: ``train``, ``valid`` or ``test``.
+        config: See `SampleConfig`.
+        directory: Folder of its index files, None if it has none.
+        shuffle: Number of the window that each sample is.
+    """
+
+    corpus: Corpus
+    name: str
+    config: SampleConfig
+    directory: Path | None
+    shuffle: IntArray
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def tokens(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Return tokens ``[start, start + count)`` of the text."""
+
+    @abstractmethod
+    def description(self) -> dict[str, object]:
+        """Return everything that determines the order, for the cache key."""
+
+    def window(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the ``sequence_length + 1`` tokens of a sample."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.corpus.prefix} {self.name}")
+        length = self.config.sequence_length
+        return self.tokens(int(self.shuffle[index]) * length, length + 1)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return cut_window(
+            torch.from_numpy(self.window(index)),
+            eod=self.config.eod,
+            pad=self.config.pad,
+            eod_mask_loss=self.config.eod_mask_loss,
+            reset_position_ids=self.config.reset_position_ids,
+            reset_attention_mask=self.config.reset_attention_mask,
+        )
+
+
+class GPTDataset(Windows):
     """One split of one corpus, shuffled and cut into samples of equal length.
 
     Documents are packed: a sample may hold the end of one, several whole ones and the start of
@@ -87,6 +134,7 @@ class GPTDataset:
             means one pass.
         name: ``train``, ``valid`` or ``test``.
         config: See `SampleConfig`.
+        plan: How often the corpus is repeated, instead of `num_samples`.
 
     Raises:
         DataError: The split is empty or shorter than one sample, or the cache cannot be written.
@@ -99,15 +147,17 @@ class GPTDataset:
         num_samples: int | None,
         name: str,
         config: SampleConfig,
+        plan: EpochPlan | None = None,
     ) -> None:
         self.corpus, self.documents, self.name, self.config = corpus, documents, name, config
         self.num_samples = num_samples
-        lengths = corpus.sequence_lengths[documents]
-        self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
+        self.tokens_per_epoch = count_tokens(corpus.sequence_lengths, documents)
         self._check_size()
-        self.plan = EpochPlan.of(self.tokens_per_epoch, config.sequence_length, num_samples)
+        self.plan = plan or EpochPlan.of(self.tokens_per_epoch, config.sequence_length, num_samples)
+        self.directory = self._cache_directory()
         if not config.planned:
             self.order = SampleOrder(**self._cached())
+            self.shuffle = self.order.shuffle_index
 
     def _check_size(self) -> None:
         need = self.config.sequence_length + 1
@@ -151,11 +201,10 @@ class GPTDataset:
         return {name: getattr(order, name) for name in _ARRAYS}
 
     def _cached(self) -> Arrays:
-        directory = self._cache_directory()
-        if directory is None:
+        if self.directory is None:
             return self._build()
         return cached_arrays(
-            directory, type(self).__name__, self.name, self.description(), _ARRAYS, self._build
+            self.directory, type(self).__name__, self.name, self.description(), _ARRAYS, self._build
         )
 
     def _cache_directory(self) -> Path | None:
@@ -170,7 +219,8 @@ class GPTDataset:
             "class": type(self).__name__,
             "dataset_path": self.corpus.prefix,
             "dataset_fingerprint": self.corpus.fingerprint(),
-            "num_samples": self.num_samples,
+            "epochs": self.plan.epochs,
+            "separate_last": self.plan.separate_last,
             "index_split": self.name,
             "random_seed": self.config.seed,
             "sequence_length": self.config.sequence_length,
@@ -208,23 +258,26 @@ class GPTDataset:
     def __len__(self) -> int:
         return self.plan.samples
 
-    def window(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the ``sequence_length + 1`` tokens of a sample."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.corpus.prefix} {self.name}")
-        row = int(self.order.shuffle_index[index])
-        (first, offset), (last, last_offset) = self.order.sample_index[row : row + 2].tolist()
-        documents = self.order.document_index[first : last + 1].tolist()
-        parts = []
-        for place, document in enumerate(documents):
-            start = offset if place == 0 else 0
-            count = last_offset + 1 - start if place == last - first else None
-            parts.append(self.corpus.get(document, start, count))
-        window = np.concatenate(parts).astype(np.int64, copy=False)
+    def tokens(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Return tokens ``[start, start + count)`` of the shuffled documents laid end to end."""
+        row, ahead = divmod(start, self.config.sequence_length)
+        place, offset = self.order.sample_index[row].tolist()
+        offset += ahead
+        documents, parts = [], []
+        while count > 0:
+            document = int(self.order.document_index[place])
+            length = int(self.corpus.sequence_lengths[document])
+            take = min(length - offset, count)
+            if take > 0:
+                documents.append(document)
+                parts.append(self.corpus.get(document, offset, take))
+                count -= take
+            place, offset = place + 1, max(0, offset - length)
+        text = np.concatenate(parts).astype(np.int64, copy=False)
         limit = self.config.vocab_size
-        if limit is not None and (int(window.min()) < 0 or int(window.max()) >= limit):
+        if limit is not None and (int(text.min()) < 0 or int(text.max()) >= limit):
             raise self._foreign_id(documents, parts, limit)
-        return window
+        return text
 
     def _foreign_id(
         self, documents: list[int], parts: list[npt.NDArray[Any]], limit: int
@@ -243,16 +296,6 @@ class GPTDataset:
                 "Train with the tokenizer that wrote the corpus "
                 "(--tokenizer-type, --tokenizer-model, --vocab-size)",
             )
-        )
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return cut_window(
-            torch.from_numpy(self.window(index)),
-            eod=self.config.eod,
-            pad=self.config.pad,
-            eod_mask_loss=self.config.eod_mask_loss,
-            reset_position_ids=self.config.reset_position_ids,
-            reset_attention_mask=self.config.reset_attention_mask,
         )
 
 

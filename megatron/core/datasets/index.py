@@ -10,7 +10,8 @@ last token of the previous one, because that token was only a label so far.
 - ``shuffle_index`` [samples]: the order in which windows are visited.
 
 Order and random draws are Megatron-LM's for the same seed, so that a corpus is read in the same
-order by both. Everything is vectorised; ten million documents take seconds.
+order by both. Everything is vectorised, and sizes are chosen so that nothing overflows: int32 where
+documents, windows and offsets fit, int64 where they do not.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy.typing as npt
 SEPARATE_BELOW = 0.80
 
 _INT32 = np.iinfo(np.int32).max
+_BLOCK = 1 << 20  # documents at a time
 _UINT32 = np.iinfo(np.uint32).max
 
 # Signed or unsigned, 32 or 64 bits: the smallest that fits.
@@ -61,13 +63,32 @@ class EpochPlan:
         epochs = 1
         if num_samples is not None:
             epochs = max(1, -(-(num_samples * sequence_length + 1) // tokens_per_epoch))
-        samples = (epochs * tokens_per_epoch - 1) // sequence_length
         if num_samples is None or epochs == 1:
-            return cls(epochs, samples, samples, False)
+            return cls.of_epochs(tokens_per_epoch, sequence_length, epochs, False)
         before = ((epochs - 1) * tokens_per_epoch - 1) // sequence_length
         per_epoch = (tokens_per_epoch - 1) // sequence_length
         separate = num_samples - before < int(SEPARATE_BELOW * per_epoch)
-        return cls(epochs, samples, before, separate)
+        return cls.of_epochs(tokens_per_epoch, sequence_length, epochs, separate)
+
+    @classmethod
+    def of_epochs(
+        cls, tokens_per_epoch: int, sequence_length: int, epochs: int, separate_last: bool
+    ) -> EpochPlan:
+        """Plan a number of passes over `tokens_per_epoch` tokens."""
+        samples = (epochs * tokens_per_epoch - 1) // sequence_length
+        before = ((epochs - 1) * tokens_per_epoch - 1) // sequence_length
+        return cls(epochs, samples, samples if epochs == 1 else before, separate_last)
+
+
+def _blocks(count: int) -> list[slice]:
+    """Cut a long array up, so that what is held beside it does not grow with it."""
+    return [slice(i, i + _BLOCK) for i in range(0, count, _BLOCK)]
+
+
+def count_tokens(lengths: npt.NDArray[np.int32], documents: IntArray) -> int:
+    """Return the tokens of some documents, of which any may occur several times."""
+    blocks = _blocks(documents.size)
+    return sum(int(lengths[documents[block]].sum(dtype=np.int64)) for block in blocks)
 
 
 def document_index(documents: IntArray, plan: EpochPlan, rng: np.random.RandomState) -> IntArray:
@@ -79,14 +100,13 @@ def document_index(documents: IntArray, plan: EpochPlan, rng: np.random.RandomSt
         rng: Advanced by the shuffles; `shuffle_index` must use it next.
     """
     largest = int(documents.max()) if documents.size else 0
-    dtype = np.int32 if largest <= _INT32 else np.int64
-    parts = (plan.epochs - 1, 1) if plan.separate_last else (plan.epochs,)
-    shuffled: list[IntArray] = []
-    for epochs in parts:
-        part: IntArray = np.tile(documents.astype(dtype), epochs)
-        rng.shuffle(part)
-        shuffled.append(part)
-    return np.concatenate(shuffled)
+    order = np.empty(plan.epochs * documents.size, np.int32 if largest <= _INT32 else np.int64)
+    order.reshape(plan.epochs, documents.size)[:] = documents
+    together = (plan.epochs - plan.separate_last) * documents.size
+    rng.shuffle(order[:together])
+    if plan.separate_last:
+        rng.shuffle(order[together:])
+    return order
 
 
 def sample_index(
@@ -104,18 +124,28 @@ def sample_index(
     Returns:
         [samples + 1, 2]; the last row is where the window after the last one would start.
     """
-    ordered = lengths[order]
-    starts = np.zeros(order.size + 1, dtype=np.int64)
-    np.cumsum(ordered, dtype=np.int64, out=starts[1:])
-    if not int(starts[-1]):
+    total = count_tokens(lengths, order)
+    if not total:
         return np.zeros((1, 2), dtype=np.int32)
     # Window i starts at token i * sequence_length of the stream, so document d holds the starts of
     # windows ceil(starts[d] / sequence_length) up to the same of d + 1; empty documents hold none.
-    windows = np.diff(-(-starts // sequence_length))
-    wide = max(order.size, int(ordered.max())) > _INT32
-    out = np.empty((int(windows.sum()), 2), dtype=np.int64 if wide else np.int32)
-    out[:, 0] = np.repeat(np.arange(order.size), windows)
-    out[:, 1] = np.arange(len(out)) * sequence_length - np.repeat(starts[:-1], windows)
+    rows = -(-total // sequence_length)
+    out = np.empty((rows, 2), dtype=np.int64 if order.size > _INT32 else np.int32)
+    before, row = 0, 0
+    for block in _blocks(order.size):
+        ordered = lengths[order[block]]
+        starts = np.empty(ordered.size + 1, dtype=np.int64)
+        starts[0] = before
+        np.cumsum(ordered, dtype=np.int64, out=starts[1:])
+        starts[1:] += before
+        windows = np.diff(-(-starts // sequence_length))
+        end = row + int(windows.sum())
+        documents = np.arange(block.start, block.start + ordered.size)
+        out[row:end, 0] = np.repeat(documents, windows)
+        offsets = np.arange(row, end) * sequence_length
+        offsets -= np.repeat(starts[:-1], windows)
+        out[row:end, 1] = offsets
+        before, row = int(starts[-1]), end
     # The first window starts at the very beginning, leading empty documents included.
     out[0] = 0
     return out

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.core.datasets.batch import Batch
-from megatron.core.datasets.build import Datasets, Targets, Turn, build_datasets, sample_config
+from megatron.core.datasets.build import (
+    Datasets,
+    Position,
+    Targets,
+    Turn,
+    build_datasets,
+    sample_config,
+)
+from megatron.core.datasets.mixed import Ledger
 from megatron.core.datasets.tokenizers import Tokenizer
 from megatron.core.errors import DataError, complaint
 from megatron.core.mesh import Axis, ParallelState
@@ -62,6 +70,11 @@ class Source:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @property
+    def begin(self) -> int:
+        """First sample that the dataset has: 0 but after a change of the data."""
+        return getattr(self.dataset, "begin", 0)
+
     def first_sample(self, consumed_samples: int, microbatch: int, dp_rank: int) -> int:
         """Return the number of the first sample of a batch; the others follow it."""
         groups = microbatch * self.data_parallel_size + dp_rank
@@ -79,7 +92,7 @@ class Source:
             DataError: The dataset ends before this batch, or a corpus is unusable.
         """
         first = self.first_sample(consumed_samples, microbatch, dp_rank)
-        if first < 0 or first + self.micro_batch_size > len(self.dataset):
+        if first < self.begin or first + self.micro_batch_size > len(self.dataset):
             raise DataError(
                 complaint(
                     "data",
@@ -122,19 +135,28 @@ class Source:
         self._ahead.clear()
 
 
-def sample_targets(config: RunConfig) -> Targets:
+def sample_targets(config: RunConfig, position: Position | None = None) -> Targets:
     """Return how many training, validation and test samples a run reads.
 
     Evaluation takes place if ``--eval-interval`` is set and ``--eval-iters`` is positive; without
     it there is neither validation nor test data. There is one validation more than the interval
     fits into the run, for the one at the end.
+
+    Args:
+        config: The finished configuration.
+        position: Where a resumed run is, which may have had other batch sizes until there.
     """
+    at = position or Position()
     batch, iterations = int(config.global_batch_size), int(config.train_iters)
-    train = config.train_samples or iterations * batch
+    train = config.train_samples or at.trained + max(0, iterations - at.iteration) * batch
     if not config.eval_interval or not config.eval_iters:
         return Targets(train)
-    evaluation = int(config.eval_iters) * batch
-    return Targets(train, (iterations // int(config.eval_interval) + 1) * evaluation, evaluation)
+    if config.train_samples:
+        iterations = at.iteration + config.batches().steps(at.trained, train)
+    evaluation, interval = int(config.eval_iters) * batch, int(config.eval_interval)
+    due = iterations // interval + 1
+    left = at.valid + (due - at.iteration // interval) * evaluation
+    return Targets(train, max(due * evaluation, left), evaluation)
 
 
 @dataclass(frozen=True)
@@ -145,11 +167,13 @@ class Sources:
         train: Training; None for a run without.
         valid: Validation sets by name; a single one has the name "".
         test: The test at the end; None for a run without.
+        ledger: What a checkpoint has to know of the training data, None if nothing.
     """
 
     train: Source | None
     valid: Mapping[str, Source]
     test: Source | None
+    ledger: Ledger | None = None
 
     def all(self) -> list[Source]:
         """Return all of them."""
@@ -161,7 +185,9 @@ class Sources:
             source.close()
 
 
-def build_sources(config: RunConfig, tokenizer: Tokenizer, mesh: ParallelState) -> Sources:
+def build_sources(
+    config: RunConfig, tokenizer: Tokenizer, mesh: ParallelState, position: Position | None = None
+) -> Sources:
     """Build the training, validation and test sources that a configuration describes.
 
     Every rank calls this and maps the files itself. Ranks of one file system share one index
@@ -172,14 +198,16 @@ def build_sources(config: RunConfig, tokenizer: Tokenizer, mesh: ParallelState) 
         config: The finished configuration.
         tokenizer: The tokenizer the corpus was written with.
         mesh: The process mesh.
+        position: Where a resumed run is in its data.
 
     Raises:
-        DataError: The data are unusable, or differ between ranks.
+        DataError: The data are unusable, differ between ranks, or are another mix than the one
+            that the run was reading.
     """
     problem: DataError | None = None
     datasets = Datasets()
     try:
-        datasets = _datasets(config, tokenizer, mesh.world)
+        datasets = _datasets(config, tokenizer, mesh.world, position)
     except DataError as error:
         problem = error
     _agree(mesh.world, datasets, problem)
@@ -196,6 +224,7 @@ def build_sources(config: RunConfig, tokenizer: Tokenizer, mesh: ParallelState) 
         None if datasets.train is None else source(datasets.train),
         {name: source(one) for name, one in datasets.valid.items()},
         None if datasets.test is None else source(datasets.test),
+        datasets.ledger,
     )
 
 
@@ -217,15 +246,20 @@ def check_sources(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     return [one.report() for _, one in _datasets(config, tokenizer).named()]
 
 
-def _datasets(config: RunConfig, tokenizer: Tokenizer, world: Axis | None = None) -> Datasets:
+def _datasets(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    world: Axis | None = None,
+    position: Position | None = None,
+) -> Datasets:
     """Build the datasets, or plan them without a world; what stops it is a DataError."""
-    targets = sample_targets(config)
+    targets = sample_targets(config, position)
     turn = Turn()
     if world is not None:
         turn = Turn(world.rank, world.size, config.num_dataset_builder_threads)
     try:
         samples = sample_config(config, tokenizer, planned=world is None)
-        return build_datasets(config, samples, tokenizer, targets, turn)
+        return build_datasets(config, samples, tokenizer, targets, turn, position)
     except OSError as error:
         why = f"It cannot be read ({error.strerror}: {error.filename})"
         fix = "Check the file and its rights"

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.dist_checkpointing import mp_ranks
 from megatron.core.dist_checkpointing.storage import FileRecord, checksum
 from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 from megatron.core.files import sync, sync_directory
@@ -51,8 +52,8 @@ def iteration_of(directory: Path) -> int | str | None:
 
 
 def is_committed(directory: Path) -> bool:
-    """Whether the directory holds a completely written checkpoint."""
-    return (directory / MARKER_FILE).is_file()
+    """Whether the directory holds a checkpoint: completely written by us, or ranks' files."""
+    return (directory / MARKER_FILE).is_file() or mp_ranks.is_one(directory)
 
 
 def committed(root: Path) -> list[tuple[int, Path]]:

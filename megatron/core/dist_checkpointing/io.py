@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.dist_checkpointing import directory as place
 from megatron.core.dist_checkpointing.lock import Lock
+from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.shard import Sharded, volume
@@ -281,7 +282,7 @@ def open_checkpoint(directory: Path, peers: Peers, contents: bool = True) -> Rea
 
 def _open(directory: Path) -> Reader:
     try:
-        reader = Reader(directory)
+        reader = open_reader(directory)
     except UnusableCheckpointError as error:
         raise CheckpointError(place.damage(directory, [error.problem])) from error
     missing = sorted(n for n in reader.files() if not (directory / n).is_file())

@@ -104,14 +104,14 @@ _BUILT: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): str,
     **{
         ("builtins", name): getattr(builtins, name)
-        for name in ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list",
-                     "set", "str", "tuple")
+        for name in ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int",
+                     "list", "set", "str", "tuple")
     },
 }  # fmt: skip
 
 
 def _member(owner: object, name: object) -> Opaque:
-    """Stand for the member of an enumeration, which Python 3.11 pickles as `getattr(type, name)`."""
+    """Stand for the member of an enumeration, to Python 3.11 `getattr(type, name)`."""
     if isinstance(owner, type) and issubclass(owner, Opaque):
         return Opaque()
     raise Forbidden(f"builtins.getattr({owner!r}, {name!r})")
@@ -145,8 +145,7 @@ def _typed(
     dtype = dtype or getattr(storage, "dtype", None)
     if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
         raise pickle.UnpicklingError("a tensor has no storage")
-    view = torch.empty(0, dtype=dtype)
-    return view.set_(storage.data, offset, tuple(size), tuple(stride))  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=dtype).set_(storage.data, offset, tuple(size), tuple(stride))
 
 
 def _parameter(data: object, *rest: object) -> object:
@@ -262,8 +261,8 @@ def load(source: bytes | Path, name: str | None = None) -> Any:
 
 def _bytes_of(source: bytes | Path) -> torch.UntypedStorage:
     if isinstance(source, Path):
-        size = source.stat().st_size
-        return torch.UntypedStorage.from_file(str(source), False, size)
+        data = torch.from_file(str(source), size=source.stat().st_size, dtype=torch.uint8)
+        return data.untyped_storage()
     return torch.frombuffer(bytearray(source), dtype=torch.uint8).untyped_storage()
 
 

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from megatron.core.dist_checkpointing import safe_pickle
 from megatron.core.dist_checkpointing.chunks import ChunkIndex, misplaced
+from megatron.core.dist_checkpointing.foreign import own_names
 from megatron.core.dist_checkpointing.safe_pickle import Forbidden, Opaque, refusal
 from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
 from megatron.core.errors import UnusableCheckpointError
@@ -268,12 +269,17 @@ class Reader:
         Raises:
             CheckpointError: The index is missing or is not one.
         """
-        self.directory = directory
-        self._metadata = _read_index(directory / INDEX_FILE)
+        self._take(directory, _read_index(directory / INDEX_FILE))
+
+    def _take(self, directory: Path, metadata: Metadata) -> None:
+        self.directory, self._metadata = directory, metadata
+        self.common: dict[str, Any] | None = None  # settings that lie in no entry and no file
         self.tensors: dict[str, TensorEntry] = {}
         self.blobs: list[str] = []
         self._chunks: dict[str, ChunkIndex] = {}
-        for key, entry in self._metadata.state_dict_metadata.items():
+        self._stored = own_names(metadata.state_dict_metadata)
+        for key, stored in self._stored.items():
+            entry = metadata.state_dict_metadata[stored]
             if isinstance(entry, TensorStorageMetadata):
                 self.tensors[key] = TensorEntry(tuple(entry.size), entry.properties.dtype)
             else:
@@ -377,7 +383,8 @@ class Reader:
     def _plan(
         self, key: str, piece: Piece, padded_dim: int | None
     ) -> Iterator[tuple[MetadataIndex, Any, _Copy]]:
-        entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[key])
+        stored = self._stored[key]
+        entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[stored])
         shape = tuple(piece.local.shape)
         missing = volume(shape)
         copies = []
@@ -391,7 +398,7 @@ class Reader:
             missing -= volume(extent)
             source = _slices(start, extent, chunk.offsets)
             destination = piece.local[_slices(start, extent, piece.offset)]
-            index = MetadataIndex(key, chunk.offsets)
+            index = MetadataIndex(stored, chunk.offsets)
             copies.append((index, self._metadata.storage_data[index], _Copy(source, destination)))
         if missing and padded_dim is not None:
             beyond = piece.offset[padded_dim] + shape[padded_dim] - entry.size[padded_dim]

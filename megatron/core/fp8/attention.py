@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,7 +28,7 @@ from megatron.core.fp8.amax import AmaxBook, Slot, Slots
 from megatron.core.fp8.formats import Fp8Format
 from megatron.core.fp8.gemm import kernel_name
 from megatron.core.fp8.policy import Decision
-from megatron.core.fp8.precision import PrecisionRow, dtype_name
+from megatron.core.fp8.precision import LayerPrecision, PrecisionRow, dtype_name
 from megatron.core.fp8.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Role
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
@@ -130,18 +130,14 @@ class Pieces:
         return rounded.float().mul_(self._inverse)
 
 
-class AttentionPrecision:
-    """Precision of one layer's attention.
+class AttentionPrecision(LayerPrecision):
+    """Precision of one layer's attention: no recipe where it stays in high precision.
 
     Attributes:
-        path: The module's path.
-        decision: The policy's answer; no recipe where attention stays in high precision.
-        state: The run's FP8 state.
         choice: What the run asks for.
-        slots: The layer's columns in a book; None in high precision.
-        suspended: As of `LinearPrecision`.
-        fp8_meta: As of `LinearPrecision`, with the columns of three products.
     """
+
+    _GEMMS = 3
 
     def __init__(
         self,
@@ -151,38 +147,10 @@ class AttentionPrecision:
         choice: AttentionChoice,
         slots: Slots | None = None,
     ) -> None:
-        self.path, self.decision, self.state = path, decision, state
-        self.choice, self.slots = choice, slots
-        self.suspended = ""
-        self.fp8_meta = self._meta()
-
-    def _meta(self) -> dict[str, Any]:
-        recipe = self.decision.recipe
-        meta: dict[str, Any] = {
-            "fp8_checkpoint": recipe is not None,
-            "recipe": recipe,
-            "num_gemms": 3,
-            "fp8_group": None,
-        }
-        if recipe is not None:
-            meta["fp8_max_fwd"] = recipe.format_of(Role.INPUT).max
-            meta["fp8_max_bwd"] = recipe.format_of(Role.GRAD_OUTPUT).max
-        if self.slots is not None:
-            meta["scaling_fwd"] = self.slots.forward
-            meta["scaling_bwd"] = self.slots.backward
-        return meta
+        super().__init__(path, decision, state, slots)
+        self.choice = choice
 
     # -- what runs ------------------------------------------------------------------------------
-
-    @property
-    def active(self) -> bool:
-        """Whether a forward started now runs in FP8."""
-        return self.decision.recipe is not None and self.state.enabled and not self.held_back
-
-    @property
-    def held_back(self) -> str:
-        """Why attention is held in high precision for now; empty if it is not."""
-        return self.suspended or self.state.held
 
     def quantizes(self, tensor: AttentionTensor) -> bool:
         """Whether the recipe quantizes a tensor."""

@@ -83,35 +83,75 @@ class _CachedWeight:
     recorded: bool
 
 
-class LinearPrecision:
-    """Precision of one linear layer.
+class LayerPrecision:
+    """What a module computes in: the policy's answer, and whether it holds now.
 
     Attributes:
-        path: The layer's module path.
+        path: The module's path.
         decision: The policy's answer.
         state: The run's FP8 state.
-        slots: The layer's columns in the book; None without delayed scaling.
-        suspended: Why the layer is held in high precision for now; empty if it is not. May be
-            changed between steps, alike on all ranks. Magnitudes are recorded all the same, see
-            `calibrate`.
+        slots: The module's columns in a book; None without delayed scaling.
+        suspended: Why the module is held in high precision for now; empty if it is not. May be
+            changed between steps, alike on all ranks.
+        fp8_meta: Scaling state under Transformer Engine's keys: `scaling_fwd` and `scaling_bwd`
+            with live `amax_history` and `scale`, present with `slots` only.
+    """
+
+    _GEMMS = 1
+
+    def __init__(self, path: str, decision: Decision, state: Fp8State, slots: Slots | None) -> None:
+        self.path, self.decision, self.state, self.slots = path, decision, state, slots
+        self.suspended = ""
+        self.fp8_meta = self._meta()
+
+    def _meta(self) -> dict[str, Any]:
+        recipe = self.decision.recipe
+        meta: dict[str, Any] = {
+            "fp8_checkpoint": recipe is not None,
+            "recipe": recipe,
+            "num_gemms": self._GEMMS,
+            "fp8_group": None,
+        }
+        if recipe is not None:
+            meta["fp8_max_fwd"] = recipe.format_of(Role.INPUT).max
+            meta["fp8_max_bwd"] = recipe.format_of(Role.GRAD_OUTPUT).max
+        if self.slots is not None:
+            meta["scaling_fwd"] = self.slots.forward
+            meta["scaling_bwd"] = self.slots.backward
+        return meta
+
+    @property
+    def active(self) -> bool:
+        """Whether a forward started now runs in FP8."""
+        return self.decision.recipe is not None and self.state.enabled and not self.held_back
+
+    @property
+    def held_back(self) -> str:
+        """Why the module is held in high precision for now; empty if it is not."""
+        return self.suspended or self.state.held
+
+
+class LinearPrecision(LayerPrecision):
+    """Precision of one linear layer.
+
+    While it is suspended, magnitudes are recorded all the same, see `calibrate`.
+
+    Attributes:
         measured_weight: The weight whose magnitude was recorded last while the layer was held back.
         gradients_differ: Whether tensor-parallel ranks hold different output gradients. If they
             round at random, they then do so with different numbers.
-        fp8_meta: Scaling state under Transformer Engine's keys: `scaling_fwd` and `scaling_bwd`
-            with live `amax_history` and `scale`, present with delayed scaling only.
     """
 
     def __init__(
         self, path: str, decision: Decision, state: Fp8State, slots: Slots | None = None
     ) -> None:
-        self.path, self.decision, self.state, self.slots = path, decision, state, slots
-        self.suspended, self.gradients_differ = "", False
+        super().__init__(path, decision, state, slots)
+        self.gradients_differ = False
         self.measured_weight: tuple[int, ...] = ()
         self._quantizers: dict[Role, Quantizer] = {}
         if decision.recipe is not None:
             self._quantizers = {role: self._quantizer(decision.recipe, role) for role in Role}
         self._cached: _CachedWeight | None = None
-        self.fp8_meta = self._meta()
 
     def _quantizer(self, recipe: Recipe, role: Role) -> Quantizer:
         hardware = self.state.products(recipe).hardware
@@ -132,33 +172,7 @@ class LinearPrecision:
             return NVFP4Quantizer(recipe, role)
         raise TypeError(f"No quantizer for {recipe!r}.")
 
-    def _meta(self) -> dict[str, Any]:
-        recipe = self.decision.recipe
-        meta: dict[str, Any] = {
-            "fp8_checkpoint": recipe is not None,
-            "recipe": recipe,
-            "num_gemms": 1,
-            "fp8_group": None,
-        }
-        if recipe is not None:
-            meta["fp8_max_fwd"] = recipe.format_of(Role.INPUT).max
-            meta["fp8_max_bwd"] = recipe.format_of(Role.GRAD_OUTPUT).max
-        if self.slots is not None:
-            meta["scaling_fwd"] = self.slots.forward
-            meta["scaling_bwd"] = self.slots.backward
-        return meta
-
     # -- what runs ------------------------------------------------------------------------------
-
-    @property
-    def active(self) -> bool:
-        """Whether a forward started now runs in FP8."""
-        return self.decision.recipe is not None and self.state.enabled and not self.held_back
-
-    @property
-    def held_back(self) -> str:
-        """Why the layer is held in high precision for now; empty if it is not."""
-        return self.suspended or self.state.held
 
     @property
     def wants_fp32_norm(self) -> bool:

@@ -195,12 +195,13 @@ class MixedPrecisionOptimizer:
         Args:
             norm: What `measure` returned for these gradients; None to call it here.
             skip: Leave the parameters alone whatever the gradients are. Every rank must pass the
-                same value.
+                same value. Of the loss scale such a step says nothing unless it overflowed.
         """
         if norm is None:
             norm = self.measure()
         overflow = not math.isfinite(norm)
-        self.loss_scale.update(overflow)
+        if overflow or not skip:
+            self.loss_scale.update(overflow)
         if skip or (overflow and self._skip_non_finite):
             return StepResult(False, norm, None)
         grads = [s.grad for s in self.slots]

@@ -70,6 +70,7 @@ class RotaryEmbedding(nn.Module):
         self.dim = dim - dim % 2
         scaling = config.rope_scaling_factor if config.use_rope_scaling else None
         frequencies = inverse_frequencies(self.dim, config.rotary_base, scaling_factor=scaling)
+        frequencies /= config.rotary_seq_len_interpolation_factor or 1
         self.frequencies: Tensor
         self.register_buffer("frequencies", frequencies.to(build.device), persistent=False)
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from megatron.config import RunConfig
+from megatron.config import ConfigError, Problem, RunConfig
 from megatron.core.backends.registry import choose
 from megatron.core.datasets.source import check_sources
 from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
-from megatron.core.errors import MeshError, complaint
 from megatron.core.fp8 import PrecisionRow
 from megatron.core.mesh import ParallelState
 from megatron.core.pipeline_parallel.layout import checked_schedule
@@ -114,13 +113,13 @@ def communication(
         send the same.
 
     Raises:
-        MeshError: There is no such rank.
+        ConfigError: There is no such rank.
     """
     if rank is None:
         return World(cfg).communication()
     if not 0 <= rank < cfg.world_size:
         why = f"The run has the ranks 0 to {cfg.world_size - 1}"
-        raise MeshError(complaint("--rank", rank, why, "Choose one of them"))
+        raise ConfigError([Problem(("--rank",), rank, why, "Choose one of them")])
     on_paper = build_rank(cfg, rank)
     actions = checked_schedule(cfg)[on_paper.mesh.pp.rank]
     return [((rank,), Trace(on_paper, actions).communication(actions))]
@@ -132,7 +131,8 @@ def _show(say: Say, text: Iterable[str]) -> None:
 
 
 def _show_precision(cfg: RunConfig, rows: list[PrecisionRow], say: Say) -> None:
-    say(precision_table(precision.summarize(rows).lines))
+    found = precision.summarize(rows, cfg=cfg)
+    say(precision_table(found.lines, shares=found.shares))
     if cfg.fp8_warmup_iters:
         say(f"until iteration {cfg.fp8_warmup_iters} nothing is in FP8 (--fp8-warmup-iters)")
     if not cfg.fp8_allow_fallback:

@@ -50,7 +50,7 @@ def block_value(
 
 
 @intrinsic
-def _as_float(typingctx: Any, raw: Any) -> Any:
+def float_of(typingctx: Any, raw: Any) -> Any:
     """The value of bf16 or fp32 bits."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -70,8 +70,8 @@ def _as_bits(typingctx: Any, value: Any) -> Any:
 @compile_loop
 def _power_of_two(biased: Any) -> Any:
     if biased > 0:
-        return _as_float(np.uint32(np.uint32(biased) << np.uint32(23)))
-    return _as_float(np.uint32(0x400000))
+        return float_of(np.uint32(np.uint32(biased) << np.uint32(23)))
+    return float_of(np.uint32(0x400000))
 
 
 @compile_loop
@@ -91,7 +91,7 @@ def _scales(amax: Any, top: Any, cap: Any, rule: Any) -> Any:
     if scale == np.float32(np.inf):
         scale = cap
     if rule == 1:
-        scale = _as_float(np.uint32(_as_bits(scale) & np.uint32(0x7F800000)))
+        scale = float_of(np.uint32(_as_bits(scale) & np.uint32(0x7F800000)))
     return scale, np.float32(one / scale)
 
 
@@ -120,7 +120,7 @@ def _tile_loop(
                 source = src[r, left:right]
                 for i in range(source.size):
                     largest = max_magnitude(largest, source[i])
-            scale, inv = _scales(_as_float(largest), top, cap, rule)
+            scale, inv = _scales(float_of(largest), top, cap, rule)
             inverse[b, k] = inv
             factor = inv if fold else np.float32(1.0)
             for r in range(first, last):
@@ -158,7 +158,7 @@ def _column_loop(
                 for i in range(source.size):
                     largest[i] = max_magnitude(largest[i], source[i])
             for i in range(right - left):
-                scale, inv = _scales(_as_float(largest[i]), top, cap, rule)
+                scale, inv = _scales(float_of(largest[i]), top, cap, rule)
                 inverse[b, left + i] = inv
                 scales[i], factors[i] = scale, inv if fold else np.float32(1.0)
             for r in range(first, last):

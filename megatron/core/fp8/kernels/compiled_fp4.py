@@ -23,7 +23,7 @@ from megatron.core.fp8.kernels.compiled import (
     run_parts,
     widened,
 )
-from megatron.core.fp8.kernels.compiled_blocks import block_value
+from megatron.core.fp8.kernels.compiled_blocks import block_value, float_of
 from megatron.core.fp8.kernels.plain_fp4 import BLOCK, SIGNS, Draw
 from megatron.core.fp8.scales import FLT_MAX
 
@@ -52,16 +52,6 @@ def _larger(typingctx: Any, largest: Any, raw: Any) -> Any:
         return builder.select(builder.icmp_unsigned(">", a, running), a, running)
 
     return raw(raw, raw), codegen
-
-
-@intrinsic
-def _value(typingctx: Any, raw: Any) -> Any:
-    """The value of bf16 or fp32 bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return widened(builder, args[0])
-
-    return types.float32(raw), codegen
 
 
 @intrinsic
@@ -123,7 +113,7 @@ def _value_at_random(typingctx: Any, raw: Any, number: Any, scale: Any, factor: 
 @compile_loop
 def _scales(largest: Any, unit: Any, inverse: Any, grid: Any) -> Any:
     """What a block is multiplied by, and its inverse scale relative to the tensor's."""
-    inv = _grid_value(_value(largest) * unit, grid[0], grid[1], grid[2])
+    inv = _grid_value(float_of(largest) * unit, grid[0], grid[1], grid[2])
     scale = np.float32(1.0) / np.float32(inv * inverse)
     if scale > _LARGEST:
         scale = _LARGEST
@@ -255,7 +245,7 @@ def _load_signed(src: np.ndarray, work: np.ndarray, signs: np.ndarray) -> None:
         if r < src.shape[0]:
             source = src[r]
             for i in range(source.size):
-                v[i] = _value(source[i]) * sign
+                v[i] = float_of(source[i]) * sign
         else:
             v[:] = np.float32(0.0) * sign
 

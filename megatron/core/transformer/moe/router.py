@@ -133,7 +133,7 @@ class Router(nn.Module):
                 terms.append((kind, coeff, self._balance(kind, scores, experts, shape)))
         for kind, _, term in terms:
             self._auxiliary.add_loss(losses.LOG_NAMES[kind], self.layer, term)
-        return sum(coeff * term for _, coeff, term in terms) if terms else None  # type: ignore
+        return sum(coeff * term for _, coeff, term in terms) if terms else None  # type: ignore[return-value]
 
     def _balance(
         self, kind: str, scores: Tensor, experts: Tensor, shape: tuple[int, int]
