@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.config import make_config  # noqa: E402
+from megatron.core.dist_checkpointing.shard import Sharded  # noqa: E402
+from megatron.core.dist_checkpointing.writing import HostBuffers  # noqa: E402
 from megatron.observe.bus import Bus  # noqa: E402
 from megatron.training.checkpointing import Entries, collect  # noqa: E402
 from megatron.training.initialize import Launch, start  # noqa: E402
@@ -34,7 +37,9 @@ from megatron.training.step import TrainStep  # noqa: E402
 SAVED_BYTES = 14  # BF16 weight, fp32 master and two moments
 
 
-def build(args: argparse.Namespace, behind: bool) -> tuple[Saver, TrainStep]:
+def build(
+    args: argparse.Namespace, behind: bool, buffers: HostBuffers | None = None
+) -> tuple[Saver, TrainStep]:
     """Build a model, and what saves it."""
     cfg = make_config(
         1, num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=8,
@@ -53,11 +58,26 @@ def build(args: argparse.Namespace, behind: bool) -> tuple[Saver, TrainStep]:
             scheduler=parts.scheduler, fp8=parts.fp8, progress=Progress(), alone=alone,
         )  # fmt: skip
 
-    saver = Saver(runtime, entries, bus)
+    saver = Saver(runtime, entries, bus, buffers)
     saver.open()
     count = sum(p.numel() for p in parts.model.parameters())
     print(f"{count / 1e6:.1f} million parameters, {SAVED_BYTES * count / 1e6:.0f} MB")  # noqa: T201
     return saver, TrainStep(cfg, runtime, parts, SyntheticSource(cfg, 1))
+
+
+class TimedBuffers(HostBuffers):
+    """Notes how long the copies to host memory take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def copy(self, *args: Any) -> dict[str, Sharded]:
+        """Copy as usual."""
+        begun = time.perf_counter()
+        copied = super().copy(*args)
+        self.seconds.append(time.perf_counter() - begun)
+        return copied
 
 
 class Timed:
@@ -82,7 +102,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    (sync, _), (behind, training) = build(args, behind=False), build(args, behind=True)
+    buffers = TimedBuffers()
+    (sync, _), (behind, training) = (
+        build(args, behind=False),
+        build(args, behind=True, buffers=buffers),
+    )
     step = Timed(training)
     for _ in range(3):
         step()
@@ -101,17 +125,29 @@ def main() -> None:
         steps["between"] += [step() for _ in range(max(count, 3))]
     for saver in (sync, behind):
         saver.close()
+    report(waits, buffers.seconds, steps)
+    for name in ("sync", "behind"):
+        shutil.rmtree(args.save / name)
+
+
+def report(
+    waits: dict[str, list[float]],
+    copies: list[float],
+    steps: dict[str, list[tuple[float, float]]],
+) -> None:
+    """Print the ratios."""
     # The first copy makes its room.
-    stall = statistics.median(waits["async"][1:]) / statistics.median(waits["sync"][1:])
-    print(f"stall of an asynchronous save: {100 * stall:.1f} % of a synchronous one")  # noqa: T201
+    stall = statistics.median(waits["async"][1:])
+    share = stall / statistics.median(waits["sync"][1:])
+    copied = statistics.median(copies[1:]) / stall
+    print(f"stall of an asynchronous save: {100 * share:.1f} % of a synchronous one")  # noqa: T201
+    print(f"of which the copy to host memory: {100 * copied:.0f} %")  # noqa: T201
     for index, name in enumerate(("clock", "thread's own time")):
         during, between = (
             statistics.median(pair[index] for pair in steps[k]) for k in ("during", "between")
         )
         print(f"a step while one is written ({name}): {during / between:.3f}x")  # noqa: T201
-    print(f"{len(steps['during'])} steps during {args.rounds} saves")  # noqa: T201
-    for name in ("sync", "behind"):
-        shutil.rmtree(args.save / name)
+    print(f"{len(steps['during'])} steps during {len(copies)} saves")  # noqa: T201
 
 
 if __name__ == "__main__":
