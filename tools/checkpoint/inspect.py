@@ -38,7 +38,7 @@ from typing import Any  # noqa: E402
 
 import yaml  # noqa: E402
 
-from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser  # noqa: E402
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool  # noqa: E402
 from megatron.core.dist_checkpointing import directory as place  # noqa: E402
 from megatron.core.dist_checkpointing import schema  # noqa: E402
 from megatron.core.dist_checkpointing.mp_reader import open_reader  # noqa: E402
