@@ -201,6 +201,11 @@ class Saver:
         else:
             saving.write_behind(self._buffers)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is on its way."""
+        return self._pending is not None
+
     def poll(self) -> None:
         """Complete the save that is on its way if all ranks have written. Collective then.
 
