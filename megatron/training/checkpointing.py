@@ -26,7 +26,13 @@ from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.shards import FlatRange
-from megatron.training import checkpoint_config, finding, fp8_entries, random_state
+from megatron.training import (
+    checkpoint_config,
+    finding,
+    foreign_state,
+    fp8_entries,
+    random_state,
+)
 from megatron.training.progress import Progress
 from megatron.training.residual_entries import PREFIX as RESIDUAL_PREFIX
 from megatron.training.residual_entries import Residual
@@ -484,6 +490,7 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
 
 
 def _check_optimizer_tensors(loading: _Loading, state: Mapping[str, Sharded]) -> None:
+    foreign_state.check_optimizer_form(loading.common, loading.reader)
     stored = _stored(loading.reader, lambda k: k.startswith(schema.OPTIMIZER_PREFIX))
     hint = "pass --no-load-optim or --finetune to load the weights alone"
     _check_tensors(loading, state, stored, "the optimizer", hint)
@@ -505,6 +512,9 @@ def _check_tensors(
     everyone: dict[str, tuple[tuple[int, ...], int | None]] = {}
     for part in [own] if loading.alone else loading.peers.gather(own):
         everyone.update(part)
+    if what == "the model":
+        foreign_state.check_known_model(loading.common, loading.reader.directory)
+        foreign_state.check_vocabulary(loading.reader, loading.cfg.vocab_size)
     found = schema.compare(everyone, stored)
     problem = None
     if found:
@@ -522,12 +532,16 @@ def _load_schedule(
 ) -> None:
     if loading.weights_only or loading.cfg.no_load_optim:
         return
-    scalars = loading.common.get("optimizer_scalars")
+    common = loading.common
+    scalars = common.get("optimizer_scalars") or foreign_state.optimizer_scalars(common)
     if optimizer is not None and scalars is not None:
         optimizer.load_scalars(scalars)
     schedule = loading.common.get("opt_param_scheduler")
     if scheduler is not None and schedule is not None:
-        scheduler.load_state_dict(schedule)
+        theirs = foreign_state.schedule_here(schedule, scheduler.state_dict())
+        if theirs is not None:
+            loading.note("  NOTE: the schedule keeps its place; its shape is that of this run")
+        scheduler.load_state_dict(theirs or schedule)
 
 
 def _of_all_ranks(peers: Peers, own: list[str]) -> list[str]:

@@ -13,7 +13,6 @@ from megatron.core.fp8.fallback import Fallback, Figures, Limits
 from megatron.core.fp8.recipe import DelayedScaling, Role
 from megatron.core.fp8.stats import RoleStats, StatsCollector
 from megatron.observe.bus import Bus
-from megatron.observe.events import PrecisionChange
 from megatron.training import precision
 from megatron.training.initialize import Runtime
 from megatron.training.progress import Progress
@@ -83,7 +82,7 @@ class AutoFallback:
         if changes:
             self._apply()
             for one in changes:
-                self._bus.emit(PrecisionChange(iteration, **vars(one)))
+                self._bus.emit(one)
             rows = self._parts.model.named_precision_rows()
             table = precision.of_all_stages(rows, self._runtime.mesh.pp)
             self._bus.emit(precision.summarize(table, changed=True))

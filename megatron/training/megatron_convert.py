@@ -7,6 +7,8 @@ the optimizer's state. The iteration stays, as in Megatron-LM's converter.
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.config import ConfigError
 from megatron.config.moe import layer_pattern
 from megatron.core.backends.native import NativeBackend
 from megatron.core.build import Build
@@ -23,9 +26,10 @@ from megatron.core.dist_checkpointing.mp_ranks import Layout, layout_of
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import Piece, Sharded
 from megatron.core.dist_checkpointing.storage import Reader
-from megatron.core.errors import CheckpointError, complaint
+from megatron.core.errors import CheckpointError, MegatronError, complaint
 from megatron.core.mesh import Axis, ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training import foreign_state, hf_convert
 from megatron.training.checkpoint_config import (
     ARCHITECTURE,
     read_common,
@@ -91,6 +95,7 @@ def convert(load: Path, target: Target) -> Path:
         )  # fmt: skip
     reader = io.open_checkpoint(found.directory, Peers(Axis.single("world")))
     common = read_common(reader)
+    foreign_state.check_known_model(common, reader.directory)
     settings = saved_settings(common)
     if target.vocab_size is not None:
         settings["vocab_size"] = target.vocab_size
@@ -229,3 +234,72 @@ def _lazy(reader: Reader, key: str, stored: torch.dtype, dtype: torch.dtype | No
         offset = (*row, *(0,) * (len(shape) - len(row)))
         pieces.append(Piece(torch.empty(extents, dtype=own, device="meta"), offset, make))
     return Sharded(shape, pieces)
+
+
+# ----------------------------------------------------------------------------- command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only Megatron's own formats have."""
+    parser.add_argument(
+        "--target-virtual-pipeline-parallel-size",
+        type=int,
+        default=1,
+        help="interleaved stages of a pipeline rank, with --saver torch",
+    )
+    parser.add_argument(
+        "--target-expert-tensor-parallel-size",
+        type=int,
+        help="tensor-parallel size of experts, with --saver torch (default: that of the rest)",
+    )
+    parser.add_argument(
+        "--saver-transformer-impl",
+        choices=("local", "transformer_engine"),
+        default="transformer_engine",
+        help="whose module names to write, for Megatron-LM (--transformer-impl there)",
+    )
+    parser.add_argument(
+        "--saver-moe-grouped-gemm",
+        action="store_true",
+        help="write a rank's experts as one module, for Megatron-LM with --moe-grouped-gemm",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert as asked for on the command line; return the exit status."""
+    target = Target(
+        saver=args.saver,
+        save=args.save_dir,
+        dtype=args.target_dtype,
+        tp=args.target_tensor_parallel_size or 1,
+        pp=args.target_pipeline_parallel_size or 1,
+        vpp=args.target_virtual_pipeline_parallel_size,
+        ep=args.target_expert_parallel_size or 1,
+        etp=args.target_expert_tensor_parallel_size,
+        local=args.saver_transformer_impl == "local",
+        grouped=args.saver_moe_grouped_gemm,
+        vocab_size=args.true_vocab_size,
+    )
+    try:
+        if args.loader == "huggingface":
+            result = _through_whole(args.load_dir, target)
+        else:
+            result = convert(args.load_dir, target)
+    except (MegatronError, ConfigError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(f"done: {result}\n")
+    return 0
+
+
+def _through_whole(load: Path, target: Target) -> Path:
+    """Convert a HuggingFace directory by way of a checkpoint that is removed again."""
+    between = target.save.with_name(target.save.name + ".tmp")
+    request = hf_convert.Request(
+        "huggingface", "megatron", load, between, target.dtype, target.vocab_size
+    )
+    try:
+        hf_convert.convert(request, hf_convert.open_source(request))
+        return convert(between, target)
+    finally:
+        shutil.rmtree(between, ignore_errors=True)

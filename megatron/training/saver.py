@@ -61,6 +61,7 @@ class Saver:
         collect: Describes the run's present state; the argument says whether each rank keeps a
             checkpoint of its own.
         bus: Receives what happens.
+        buffers: Room for copies in host memory; by default made at the first use.
 
     Attributes:
         last: The newest complete persistent checkpoint; empty before there is one.
@@ -69,11 +70,17 @@ class Saver:
         requested_at: The iteration of the newest save of any kind.
     """
 
-    def __init__(self, runtime: Runtime, collect: Callable[[bool], Entries], bus: Bus) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        collect: Callable[[bool], Entries],
+        bus: Bus,
+        buffers: HostBuffers | None = None,
+    ) -> None:
         self._cfg: RunConfig = runtime.config
         self._mesh, self._device, self._job = runtime.mesh, runtime.device, runtime.launch.job
         self._peers, self._collect, self._bus = Peers(runtime.mesh.world), collect, bus
-        self._buffers = HostBuffers()
+        self._buffers = buffers or HostBuffers()
         self._pending: _OnItsWay | None = None
         self._cares: dict[str, io.Care] = {}
         self._held: list[locks.Lock] = []
@@ -200,6 +207,11 @@ class Saver:
             self._peers.attempt(lambda: saving.write_behind(self._buffers))
         else:
             saving.write_behind(self._buffers)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is on its way."""
+        return self._pending is not None
 
     def poll(self) -> None:
         """Complete the save that is on its way if all ranks have written. Collective then.

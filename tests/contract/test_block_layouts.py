@@ -16,8 +16,7 @@ from torch import nn
 from megatron.core.backends.native import NativeBackend
 from megatron.core.build import Build
 from megatron.core.mesh import ParallelState
-from megatron.core.shards import gather_full
-from megatron.core.tensor_parallel.mappings import all_gather, split
+from tests.contract.sharded import run_whole
 from tests.distpool import run_ranks
 from tests.small_models import small_config
 
@@ -56,23 +55,10 @@ def run_layer(rank, world_size, recipe, kind, sizes, wide, sequence_parallel):
     layer = getattr(build.backend, f"{kind}_parallel_linear")(
         sizes[1], sizes[2], build=build, init_method=nn.init.zeros_, bias=False
     )
-    tp, by_row = mesh.tp, kind == "row"
-    x, weight, d_y = tensors(recipe, sizes, wide)
-    with torch.no_grad():
-        layer.weight.copy_(split(weight, tp, dim=1 if by_row else 0))
-    shards = sequence_parallel and tp.size > 1
-    local = split(x, tp, dim=-1) if by_row else split(x, tp) if shards else x
-    local = local.clone().requires_grad_()
-    y, _ = layer(local)
-    y.backward(split(d_y, tp, dim=-1) if not by_row else split(d_y, tp) if shards else d_y)
-    y, d_x = y.detach(), local.grad
-    if by_row:
-        d_x = all_gather(d_x, tp, dim=-1)
-        y = all_gather(y, tp) if shards else y
-    else:
-        d_x = all_gather(d_x, tp) if shards else d_x
-        y = all_gather(y, tp, dim=-1)
-    return y, d_x, gather_full(layer.weight.grad, layer.weight, tp)
+    return run_whole(
+        layer, mesh.tp, tensors(recipe, sizes, wide), by_row=kind == "row",
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
 
 
 @functools.cache

@@ -19,9 +19,8 @@ from megatron.core.fp8.nvfp4 import NVFP4Quantizer
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.weight_grads import WeightGradQueue
 from megatron.core.mesh import ParallelState
-from megatron.core.shards import gather_full
-from megatron.core.tensor_parallel.mappings import all_gather, split
 from megatron.core.tensor_parallel.random import RngStreams, checkpoint
+from tests.contract.sharded import run_whole
 from tests.distpool import run_ranks
 from tests.small_models import small_config
 
@@ -177,24 +176,10 @@ def run_layer(rank, world_size, kind, recipe, tokens, sequence_parallel, frozen)
     made = getattr(build.backend, f"{kind}_parallel_linear")(
         64, 64, build=build, init_method=nn.init.zeros_, bias=False
     )
-    tp, by_row = mesh.tp, kind == "row"
-    x, weight, d_y = tensors(tokens)
-    made.weight.requires_grad_(not frozen)
-    with torch.no_grad():
-        made.weight.copy_(split(weight, tp, dim=1 if by_row else 0))
-    shards = sequence_parallel and tp.size > 1
-    local = split(x, tp, dim=-1) if by_row else split(x, tp) if shards else x
-    local = local.clone().requires_grad_()
-    y, _ = made(local)
-    y.backward(split(d_y, tp, dim=-1) if not by_row else split(d_y, tp) if shards else d_y)
-    y, d_x = y.detach(), local.grad
-    if by_row:
-        d_x = all_gather(d_x, tp, dim=-1)
-        y = all_gather(y, tp) if shards else y
-    else:
-        d_x = all_gather(d_x, tp) if shards else d_x
-        y = all_gather(y, tp, dim=-1)
-    return y, d_x, d_x if frozen else gather_full(made.weight.grad, made.weight, tp)
+    return run_whole(
+        made, mesh.tp, tensors(tokens), by_row=kind == "row",
+        sequence_parallel=sequence_parallel, frozen=frozen,
+    )  # fmt: skip
 
 
 @functools.cache

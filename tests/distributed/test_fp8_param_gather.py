@@ -16,7 +16,7 @@ from megatron.training.parity.ranks import compile_kernels
 from megatron.training.step import evaluate, parameters_are_finite
 from tests.distpool import RankError, run_ranks
 from tests.parity import SyntheticSource
-from tests.trained_parts import advance, build, content, fetch, store, weights
+from tests.trained_parts import advance, build, content, fetch, resume, store, weights
 
 ZERO = {"use_distributed_optimizer": True, "clip_grad": 0.0}
 GATHER = {"fp8_param_gather": True}
@@ -204,19 +204,6 @@ def test_a_weight_is_never_used_in_another_form(change, words):
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
-
-
-def resume(rank, world, root, **fields):
-    straight = build(rank, world, **fields)
-    expected = advance(straight[0], straight[2], straight[3], 1, 4)
-    cfg, mesh, parts, step = build(rank, world, save=str(root), load=str(root), **fields)
-    first = advance(cfg, parts, step, 1, 2)
-    store(cfg, mesh, parts)
-    cfg, mesh, parts, step = build(rank, world, save=str(root), load=str(root), **fields)
-    fetch(cfg, mesh, parts)
-    second = advance(cfg, parts, step, 3, 2)
-    own, other = weights(mesh, parts), weights(straight[1], straight[2])
-    return first + second == expected, all((own[n] == other[n]).all() for n in own)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])

@@ -66,13 +66,15 @@ CASES = [
     for microbatches in MICROBATCHES
     for edges in EDGES
     for recompute in RECOMPUTE
-    # Every pair of options meets; the whole product only where it once broke: a pipeline with
-    # several microbatches.
+    # Every pair of options meets, but tensor parallelism has several microbatches only; the whole
+    # product only where it once broke: a pipeline with several microbatches.
     if (layout, microbatches) == ("pp2", "ga4")
     or (recompute == "full") == (edges == "all")
     and (layout == "one" or recompute in ("full", "selective"))
+    and (layout, microbatches) != ("tp2-sp", "ga1")
     if recipe != "nvfp4"
-    or (layout, microbatches, edges, recompute) == ("pp2", "ga4", "all", "full")
+    or (microbatches, edges, recompute) == ("ga4", "all", "full")
+    and layout != "one"
 ]
 
 
@@ -92,6 +94,13 @@ def test_recompute_is_bitwise(case):
             assert torch.equal(again.final_fp8[path][key], value), (path, key)
     if recipe == "delayed":
         assert len(plain.final_fp8) == (4 if edges == "all" else 2) * 4
+
+
+def test_random_numbers_matter():
+    """Or the comparisons above would not see that masks are drawn anew."""
+    drawn = trained("delayed", "one", "ga1", "all")
+    fields = MODEL | RECIPES["delayed"] | MICROBATCHES["ga1"] | {"seed": 5}
+    assert run_layout(fields, 1, STEPS)[0].losses != drawn.losses
 
 
 @pytest.mark.parametrize("microbatches", MICROBATCHES)

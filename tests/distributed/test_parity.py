@@ -177,30 +177,3 @@ def test_block_scales_in_any_size(recipe, layout):
     outcomes = run_layout(settings | fields, ranks, 5)
     assert_replicas_agree(outcomes)
     assert mean_error(outcomes[0], expected) < 5e-3
-
-
-RECOMPUTED = {
-    "delayed": DELAYED,
-    "blockwise": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
-    "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
-    "nvfp4": {"fp4_format": "e2m1"},
-}
-
-
-@pytest.mark.parametrize(("ranks", "fields"), [(1, {}), (2, TP2 | SP)], ids=["alone", "tp2-sp"])
-@pytest.mark.parametrize("recipe", RECOMPUTED)
-def test_recompute_is_bitwise(ranks, fields, recipe):
-    """With dropout and FP8: random masks and scales are those of the first forward."""
-    settings = fields | RECOMPUTED[recipe]
-    settings |= {"bf16": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
-    recompute = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
-    plain = run_layout(settings, ranks, 2)[0]
-    again = run_layout(settings | recompute, ranks, 2)[0]
-    assert again.losses == plain.losses
-    assert worst(again.grads, plain.grads)[0] == 0
-    assert different(again, plain) == set()
-    assert plain.losses != run_layout(settings | {"seed": 5}, ranks, 2)[0].losses

@@ -186,7 +186,7 @@ def test_a_pipeline_that_does_not_fit_is_refused_in_words():
 def test_a_backend_that_cannot_run_is_refused_on_every_rank():
     done = run(2, *TP2, "--transformer-impl", "transformer_engine")
     assert done.codes == [1, 1]
-    assert len(done.lines("--transformer-impl: got transformer_engine.")) == 2
+    assert len(done.lines("--transformer-impl: got transformer_engine.")) == 1  # told once
     assert "Traceback" not in done.out
 
 
@@ -241,7 +241,7 @@ def test_nan_on_one_rank_skips_everywhere_and_stops_after_three(tmp_path):
     assert "iteration        6/" not in done.out
     assert len(done.lines("WARNING: iteration 3 is not finite: ")) == 1
     assert len(done.lines("WARNING: iteration")) == 1
-    assert len(done.lines("Last good checkpoint: ")) == 2
+    assert len(done.lines("Last good checkpoint: ")) == 1  # told once, by the first rank
     assert "iter_0000002" in done.lines("Last good checkpoint: ")[0]
 
 
@@ -294,16 +294,13 @@ def test_help_needs_no_torch():
 
 
 @pytest.mark.slow
-def test_torchrun_itself(tmp_path):
+def test_torchrun_shows_a_mistake_once():
+    """It trains under the real launcher in `test_tutorial_lines` and `test_lost_ranks`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
                "--master-port", str(free_port()), "pretrain_gpt.py", *SMALL, *TP2,
-               "--sequence-parallel", *FP8, "tensorwise"]  # fmt: skip
+               "--hidden-size", "63"]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    good = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=240)
-    assert good.returncode == 0, good.stderr
-    assert good.stdout.count("| lm loss: ") == 4
-    bad = subprocess.run([*command, "--hidden-size", "63"], capture_output=True, text=True,
-                         cwd=ROOT, env=env, timeout=240)  # fmt: skip
+    bad = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=240)
     assert bad.returncode != 0
     assert bad.stderr.count("1 configuration problem:") == 1
 

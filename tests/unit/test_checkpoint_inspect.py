@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from megatron.config import make_config
-from megatron.core.dist_checkpointing import io
+from megatron.core.dist_checkpointing import io, lock
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import whole
 from megatron.core.dist_checkpointing.storage import Reader
@@ -225,7 +225,7 @@ def test_a_pruned_copy_is_smaller_and_loads(trained, tmp_path, capsys):
     assert run(capsys, "prune", trained, out, "--drop", "rng")[0] == 2  # in use
 
 
-def test_old_iterations(root, capsys):
+def test_old_iterations(root, capsys, monkeypatch):
     shutil.copytree(root / "iter_0000003", root / "iter_0000002")
     code, said = run(capsys, "prune", root, "--keep-last", "1", "--dry-run")
     assert code == 0
@@ -234,11 +234,14 @@ def test_old_iterations(root, capsys):
     (root / "latest_checkpointed_iteration.txt").write_text("3")
     assert run(capsys, "prune", root, "--keep-last", "1")[0] == 0
     assert sorted(p.name for p in root.glob("iter_*")) == ["iter_0000003", "iter_0000004"]
-    for name in ("iter_0000003", "iter_0000004"):
-        (root / name / "__0_0.distcp").write_bytes(b"")
+    assert run(capsys, "prune", root / "iter_0000003", "--keep-last", "1")[0] == 2
+    shutil.copytree(root / "iter_0000003", root / "iter_0000001")
+    (root / lock.LOCK_FILE).write_text(json.dumps({"host": "elsewhere", "process": 1}))
+    monkeypatch.setattr(lock, "_is_still", lambda path: False)  # instead of a minute of waiting
     code, said = run(capsys, "prune", root, "--keep-last", "1")
     assert code == 2
-    assert "All that would stay are damaged" in said.err
+    assert "Another job saves there" in said.err
+    assert (root / "iter_0000001").exists()
 
 
 @pytest.mark.parametrize("flags", [

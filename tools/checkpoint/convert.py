@@ -34,6 +34,7 @@ from megatron.training import (  # noqa: E402
     hf_files,
     hf_quantization,
     hf_verify,
+    megatron_convert,
 )
 
 _ALIASES = {
@@ -49,7 +50,6 @@ _NOT_NEEDED = {
     "--model-size": 1,
     "--megatron-path": 1,
     "--loader-transformer-impl": 1,
-    "--saver-transformer-impl": 1,
     "--max-queue-size": 1,
     "--no-checking": 0,
 }
@@ -61,12 +61,17 @@ def _format(name: str) -> str:
     return _ALIASES.get(name, name)
 
 
+def _loader(name: str) -> str:
+    return "megatron" if name == "torch" else _format(name)  # which of the two is seen
+
+
 def parser() -> ToolParser:
     """Build the command line."""
     p = ToolParser(description=__doc__)
     p.add_argument("--model-type", required=True, choices=("GPT",))
-    p.add_argument("--loader", type=_format, choices=_FORMATS, default="megatron")
-    p.add_argument("--saver", type=_format, choices=_FORMATS, default="megatron")
+    megatron_convert.add_arguments(p)
+    p.add_argument("--loader", type=_loader, choices=_FORMATS, default="megatron")
+    p.add_argument("--saver", type=_format, choices=(*_FORMATS, "torch"), default="megatron")
     p.add_argument(
         "--load-dir", type=Path, required=True,
         help="HuggingFace directory, save directory, or one iter_XXXXXXX directory",
@@ -93,7 +98,7 @@ def parser() -> ToolParser:
     for name in _LAYOUT:
         p.add_argument(
             f"--target-{name}-parallel-size", type=int, default=None,
-            help="accepted and not needed: checkpoints do not depend on the layout",
+            help="layout to write, with --saver torch; other formats do not depend on it",
         )  # fmt: skip
     p.add_argument(
         "--verify", action=argparse.BooleanOptionalAction, default=None,
@@ -167,8 +172,11 @@ def _should_verify(asked: bool | None, request: hf_convert.Request) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert, verify, report."""
     args = parser().parse_args(argv)
-    if any(getattr(args, f"target_{name}_parallel_size") for name in _LAYOUT):
+    sizes = any(getattr(args, f"target_{name}_parallel_size") for name in _LAYOUT)
+    if sizes and args.saver != "torch":
         print("NOTE: checkpoints do not depend on the layout; the target sizes are not needed")
+    if args.saver == "torch" or args.loader == args.saver == "megatron":
+        return megatron_convert.run(args)
     try:
         _heed_megatron_spellings(args)
         request = hf_convert.Request(

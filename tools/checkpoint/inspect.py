@@ -13,8 +13,9 @@ Examples::
     python tools/checkpoint/inspect.py prune ckpt small --drop optimizer rng
     python tools/checkpoint/inspect.py prune ckpt --keep-last 3 --dry-run
 
-One process, no GPU; nothing in a checkpoint is executed. Checkpoints of this project and torch_dist
-ones of Megatron-Core. Exit code: 0 equal or sound, 1 different or damaged, 2 it could not be done.
+One process, no GPU; nothing in a checkpoint is executed. Checkpoints of this project and of
+Megatron-Core (torch_dist; the older torch format is read only). Exit code: 0 equal or sound, 1
+different or damaged, 2 it could not be done.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(_HERE)))
 import argparse  # noqa: E402
 import json  # noqa: E402
 import re  # noqa: E402
-import shutil  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
 from dataclasses import asdict  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -38,7 +38,7 @@ from typing import Any  # noqa: E402
 
 import yaml  # noqa: E402
 
-from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser  # noqa: E402
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool  # noqa: E402
 from megatron.core.dist_checkpointing import directory as place  # noqa: E402
 from megatron.core.dist_checkpointing import schema  # noqa: E402
 from megatron.core.dist_checkpointing.mp_reader import open_reader  # noqa: E402
@@ -318,25 +318,15 @@ def prune(args: argparse.Namespace) -> int:
         fix = "Give --keep-last 1 or more, and no --step"
         got = f"{args.keep_last}, --step {args.step}"
         raise CheckpointError(complaint("--keep-last", got, "It counts iterations", fix))
-    doomed = rewrite.outdated(args.directory, args.keep_last)
+    doomed = rewrite.old_checkpoints(args.directory, args.keep_last)
     sizes = {str(path): _size(path) for path in doomed}
-    if not args.dry_run:
-        for path in doomed:
-            _delete(path)
+    if doomed and not args.dry_run:
+        rewrite.delete(args.directory, doomed)
     verb = "would be deleted" if args.dry_run else "deleted"
     lines = [f"{path}  {size / 1e6:.1f} MB  {verb}" for path, size in sizes.items()]
     lines.append(f"{len(doomed)} checkpoints, {sum(sizes.values()) / 1e6:.1f} MB {verb}")
     _print(args, {"deleted": not args.dry_run, "checkpoints": sizes}, lines)
     return 0
-
-
-def _delete(path: Path) -> None:
-    try:
-        (path / place.MARKER_FILE).unlink()  # from now on it is no checkpoint, whatever happens
-        shutil.rmtree(path)
-    except OSError as error:
-        why = f"It cannot be deleted ({place.describe(error)})"
-        raise CheckpointError(complaint("prune", path, why, "Check its rights")) from error
 
 
 def _smaller(args: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.core.dist_checkpointing import mp_ranks, safe_pickle
 from megatron.core.dist_checkpointing.chunks import misplaced
 from megatron.core.dist_checkpointing.storage import INDEX_FILE, Reader
-from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
+from megatron.core.errors import UnusableCheckpointError
 
 VERSION = 3.0
 _SHOWN = 4
@@ -302,25 +302,3 @@ def _single(name: str, tensor: Tensor, layout: mp_ranks.Layout) -> dict[str, Ten
         experts = tensor.view(here, -1, tensor.shape[1]).transpose(1, 2)
     matrix = f"{match['layer']}.linear_fc{match['number']}.weight"
     return {f"{matrix}{number}": expert for number, expert in enumerate(experts.unbind())}
-
-
-def unwanted_optimizer(common: Mapping[str, Any], directory: Path) -> CheckpointError | None:
-    """Return why the optimizer's state of a checkpoint cannot be loaded, None if it can.
-
-    Args:
-        common: The entry that all ranks share.
-        directory: The checkpoint.
-    """
-    metadata = common.get("content_metadata")
-    kind = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, dict) else None
-    if kind in (None, "fully_reshardable"):
-        return None
-    return CheckpointError(
-        complaint(
-            "--load",
-            f"{directory}, whose optimizer state is {kind}",
-            "In that form it follows the ranks that wrote it",
-            "Save it in Megatron-LM with --dist-ckpt-optim-fully-reshardable, or pass "
-            "--no-load-optim to load the weights alone",
-        )
-    )

@@ -12,6 +12,8 @@ import importlib
 import io
 import os
 import pickle
+import threading
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,9 +38,11 @@ from megatron.core.dist_checkpointing.foreign import own_names
 from megatron.core.dist_checkpointing.safe_pickle import Forbidden, Opaque, refusal
 from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
 from megatron.core.errors import UnusableCheckpointError
+from megatron.core.files import sync
 
 INDEX_FILE = ".metadata"
 _COPY_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20
 _SHOWN = 3  # problems in a message
 
 
@@ -50,11 +54,35 @@ class FileRecord:
     crc32: int
 
 
+class Pace:
+    """Half speed for a writer behind a run, until somebody waits for it.
+
+    Writing takes cores, memory bandwidth and the disk away from the run. So the writer rests for as
+    long as it works, and puts on the disk what it wrote piece by piece, not all at the end.
+    """
+
+    def __init__(self) -> None:
+        self._hurry = threading.Event()
+        self._since_sync = 0
+
+    def hurry(self) -> None:
+        """Go on at full speed."""
+        self._hurry.set()
+
+    def rest(self, file: IO[bytes], num_bytes: int, begun: float) -> None:
+        """Rest after so many bytes, written since `begun` by the monotonic clock."""
+        self._since_sync += num_bytes
+        if self._since_sync >= _COPY_BYTES and not self._hurry.is_set():
+            self._since_sync = 0
+            sync(file)
+        self._hurry.wait(time.monotonic() - begun)
+
+
 class _ChecksumStream(io.RawIOBase):
     """Passes sequential writes on to a file and keeps their length and CRC-32."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    def __init__(self, file: IO[bytes], pace: Pace | None = None) -> None:
+        self._file, self._pace = file, pace
         self.size_bytes = 0
         self.crc32 = 0
         self.failure: OSError | None = None
@@ -64,14 +92,21 @@ class _ChecksumStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE_BYTES):
+            self._write_piece(view[start : start + _PIECE_BYTES])
+        return len(view)
+
+    def _write_piece(self, view: memoryview) -> None:
+        begun = time.monotonic()
         try:
             self._file.write(view)
+            self.size_bytes += len(view)
+            self.crc32 = zlib.crc32(view, self.crc32)
+            if self._pace is not None:
+                self._pace.rest(self._file, len(view), begun)
         except OSError as error:
             self.failure = error
             raise
-        self.size_bytes += len(view)
-        self.crc32 = zlib.crc32(view, self.crc32)
-        return len(view)
 
     def tell(self) -> int:
         return self.size_bytes
@@ -89,8 +124,9 @@ class _ChecksumStream(io.RawIOBase):
 class _ChecksumFileSystem(FileSystem):
     """The library's file access with a record of every file it wrote."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace | None) -> None:
         self.records: dict[str, FileRecord] = {}
+        self._pace = pace
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -98,7 +134,7 @@ class _ChecksumFileSystem(FileSystem):
             if "w" not in mode:
                 yield cast(io.IOBase, file)
                 return
-            stream = _ChecksumStream(cast(IO[bytes], file))
+            stream = _ChecksumStream(cast(IO[bytes], file), self._pace)
             try:
                 yield stream
             except RuntimeError as error:
@@ -116,10 +152,10 @@ class _ChecksumFileSystem(FileSystem):
 class ChecksumWriter(FileSystemWriter):
     """DCP's writer; afterwards ``records`` holds size and checksum of what this rank wrote."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, pace: Pace | None = None) -> None:
         """Write into ``path``, with an fsync for each file."""
         super().__init__(path, sync_files=True, thread_count=1, overwrite=False)
-        files = _ChecksumFileSystem()
+        files = _ChecksumFileSystem(pace)
         self.fs = files
         self.records: dict[str, FileRecord] = files.records
 

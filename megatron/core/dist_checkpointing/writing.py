@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.shard import Piece, Sharded
 from megatron.core.dist_checkpointing.storage import (
     ChecksumWriter,
     FileRecord,
+    Pace,
     PlainPlanner,
     checksum,
 )
@@ -126,6 +127,7 @@ class ShareWriter:
         self._tmp, self._plan, self._tensors, self._blobs = tmp, plan, tensors, blobs
         self._read_back = read_back
         self._thread: threading.Thread | None = None
+        self._pace = Pace()
         self.results: list[WriteResult] = []
         self.records: dict[str, FileRecord] = {}
         self.problem = ""
@@ -140,12 +142,13 @@ class ShareWriter:
         self._tensors = buffers.copy(self._tensors, self._plan)
 
     def start(self) -> None:
-        """Write in the background; call `hold` before."""
+        """Write in the background, at half speed; call `hold` before."""
         self._thread = threading.Thread(target=self._behind, name="checkpoint writer", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is finished, or for so many seconds; return whether it is."""
+        """Let it hurry, wait for it or for so many seconds; return whether it is finished."""
+        self._pace.hurry()
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self.done
@@ -169,7 +172,7 @@ class ShareWriter:
             raise CheckpointError(
                 f"{self._tmp} is not visible here: the save directory is not shared by all machines"
             )
-        writer = ChecksumWriter(self._tmp)
+        writer = ChecksumWriter(self._tmp, self._pace if self._thread is not None else None)
         planner = PlainPlanner()
         state: dict[str, object] = {
             **self._tensors,

@@ -18,6 +18,7 @@ from typing import Any
 from megatron.core.fp8.guards import Watch
 from megatron.core.fp8.recipe import Role
 from megatron.core.fp8.stats import RoleStats
+from megatron.observe.events import PrecisionChange
 
 FP8, FALLEN, PROBATION = "fp8", "high precision", "fp8 on probation"
 _REMEMBERED = 16  # magnitudes of which the median is the usual one
@@ -50,30 +51,6 @@ class Limits:
     grad_norm_ratio: float
     patience: int
     probe_interval: int
-
-
-@dataclass(frozen=True)
-class Change:
-    """A decision about one unit.
-
-    Attributes:
-        layer: Name of the unit.
-        before: How it ran.
-        after: How it runs from the next step on.
-        rule: ``amax variation``, ``saturation``, ``underflow``, ``gradient norm``, ``probe`` or
-            ``healthy``.
-        what: The reason in words.
-        figures: What the rule looked at, by name.
-        probe_at: Step after which it tries again; 0 if it need not.
-    """
-
-    layer: str
-    before: str
-    after: str
-    rule: str
-    what: str
-    figures: Mapping[str, float]
-    probe_at: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,7 +111,7 @@ class Fallback:
 
     def step(
         self, iteration: int, grad_norm: float | None, figures: Figures | None
-    ) -> list[Change]:
+    ) -> list[PrecisionChange]:
         """Decide after a step in FP8.
 
         Args:
@@ -145,7 +122,7 @@ class Fallback:
         Returns:
             The decisions, which hold from the next step on.
         """
-        changes: list[Change] = []
+        changes: list[PrecisionChange] = []
         if figures is not None:
             for name, roles in figures.items():
                 changes += self._look(iteration, name, roles)
@@ -161,7 +138,9 @@ class Fallback:
             self._units[name] = _Unit(deque(maxlen=2 * self._limits.patience))
         return self._units[name]
 
-    def _look(self, iteration: int, name: str, roles: Mapping[Role, RoleStats]) -> Iterator[Change]:
+    def _look(
+        self, iteration: int, name: str, roles: Mapping[Role, RoleStats]
+    ) -> Iterator[PrecisionChange]:
         unit = self._unit(name)
         if unit.status == FALLEN:
             return
@@ -176,7 +155,9 @@ class Fallback:
             if unit.healthy >= self._limits.patience:
                 unit.status, unit.reason = FP8, ""
                 what = f"{unit.healthy} steps in FP8 without trouble"
-                yield Change(name, PROBATION, FP8, "healthy", what, {"steps": unit.healthy})
+                yield PrecisionChange(
+                    iteration, name, PROBATION, FP8, "healthy", what, {"steps": unit.healthy}
+                )
 
     def _troubles(self, unit: _Unit, roles: Mapping[Role, RoleStats]) -> Iterator[_Trouble]:
         limits = self._limits
@@ -203,7 +184,7 @@ class Fallback:
                 past = [*unit.past.get(role.value, []), stats.amax]
                 unit.past[role.value] = past[-_REMEMBERED:]
 
-    def _fall(self, iteration: int, name: str, trouble: _Trouble) -> Change:
+    def _fall(self, iteration: int, name: str, trouble: _Trouble) -> PrecisionChange:
         unit = self._unit(name)
         before, unit.status = unit.status, FALLEN
         unit.falls += 1
@@ -212,14 +193,16 @@ class Fallback:
         unit.reason = f"fell back at iteration {iteration}: {trouble.what}"
         unit.forget()
         rule, what, figures = trouble.rule, trouble.what, trouble.figures
-        return Change(name, before, FALLEN, rule, what, figures, unit.probe_at)
+        return PrecisionChange(iteration, name, before, FALLEN, rule, what, figures, unit.probe_at)
 
-    def _probes(self, iteration: int) -> Iterator[Change]:
+    def _probes(self, iteration: int) -> Iterator[PrecisionChange]:
         for name, unit in self._units.items():
             if unit.status == FALLEN and iteration >= unit.probe_at:
                 unit.status = PROBATION
                 what = f"tries FP8 again after fall {unit.falls}"
-                yield Change(name, FALLEN, PROBATION, "probe", what, {"falls": unit.falls})
+                yield PrecisionChange(
+                    iteration, name, FALLEN, PROBATION, "probe", what, {"falls": unit.falls}
+                )
 
     # -- the gradient norm ----------------------------------------------------------------------
 
@@ -237,7 +220,7 @@ class Fallback:
         if spike is not None:
             self._spikes.append(iteration)
 
-    def _blame_worst(self, iteration: int, figures: Figures) -> Iterator[Change]:
+    def _blame_worst(self, iteration: int, figures: Figures) -> Iterator[PrecisionChange]:
         """After several spikes, let the unit fall back whose tensors suffer most."""
         if not self._norm_is_spiking:
             return

@@ -9,15 +9,17 @@ from megatron.core.dist_checkpointing.schema import FP8_PREFIX
 from megatron.core.dist_checkpointing.storage import Reader
 
 _TENSOR = "tensor:"
-_SETTINGS = ("fp8_", "fp4_", "first_last_layers_bf16", "num_layers_at_")
+_SETTINGS = ("fp8_", "fp4_", "first_last_layers_bf16")
+_AT_ENDS = "num_layers_at_"  # says something where the one before is set
 
 
 def fp8_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings about FP8 that are set, out of all of a run's."""
+    names = (*_SETTINGS, _AT_ENDS) if settings.get("first_last_layers_bf16") else _SETTINGS
     return {
         name: value
         for name, value in sorted(settings.items())
-        if name.startswith(_SETTINGS) and value not in (None, False)
+        if name.startswith(names) and value not in (None, False)
     }
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import directory as place
-from megatron.core.dist_checkpointing import io, plain, schema
+from megatron.core.dist_checkpointing import io, lock, plain, schema
 from megatron.core.dist_checkpointing.peers import Peers
+from megatron.core.dist_checkpointing.retention import Retention, remove
 from megatron.core.dist_checkpointing.shard import Piece, Sharded
 from megatron.core.dist_checkpointing.storage import INDEX_FILE, Reader
 from megatron.core.errors import CheckpointError, complaint
@@ -98,6 +99,10 @@ def copy(
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         fix = "Name a new directory"
         raise CheckpointError(complaint("OUTPUT", root, "It is in use", fix))
+    if not (reader.directory / INDEX_FILE).is_file():
+        why = "It is in the older torch format"
+        fix = "Convert it with tools/checkpoint/convert.py first"
+        raise CheckpointError(complaint("directory", reader.directory, why, fix))
     kept = places(reader, lambda key: kind_of(key) not in drop)
     pieces: dict[str, list[Piece]] = {}
     for where in kept.values():
@@ -172,36 +177,36 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def outdated(root: Path, keep_last: int) -> list[Path]:
-    """Return the checkpoints that may go when the newest ones are to stay.
-
-    The one that a run would load stays in any case, and so does a converted one (``release``). Of
-    those that stay at least one must have all its files.
+def old_checkpoints(root: Path, keep_last: int) -> list[Path]:
+    """Return the checkpoints that may go when the newest ones are to stay, as a run decides it.
 
     Args:
         root: A save directory.
         keep_last: How many stay.
 
     Raises:
-        CheckpointError: There is no checkpoint, or all that would stay are damaged.
+        CheckpointError: It is none.
     """
-    latest = place.find(root)
-    if latest is None or place.iteration_of(root) is not None:
-        why = "It is no save directory with a tracker"
+    if place.iteration_of(root) is not None or not (root / place.TRACKER_FILE).is_file():
+        why = f"It is no save directory with a {place.TRACKER_FILE}"
         fix = "Name the directory that --save was given"
         raise CheckpointError(complaint("directory", root, why, fix))
-    everything = [directory for _, directory in place.committed(root)]
-    kept = {*everything[-keep_last:], latest.directory}
-    if not any(_sound(directory) for directory in kept):
-        names = ", ".join(sorted(directory.name for directory in kept))
-        why = f"All that would stay are damaged ({names})"
-        fix = "Keep more, or repair them; 'list' says what is wrong"
-        raise CheckpointError(complaint("--keep-last", keep_last, why, fix))
-    return [directory for directory in everything if directory not in kept]
+    return Retention(root, keep_last).doomed(keep_last)
 
 
-def _sound(directory: Path) -> bool:
+def delete(root: Path, doomed: Sequence[Path]) -> None:
+    """Delete checkpoints of a save directory into which nobody saves meanwhile.
+
+    Raises:
+        CheckpointError: A run saves there, or something could not be deleted.
+    """
     try:
-        return not place.verify(directory, contents=False)
-    except CheckpointError:
-        return False
+        held = lock.take(root)
+        try:
+            for directory in doomed:
+                remove(directory)
+        finally:
+            held.release()
+    except OSError as error:
+        why = f"A checkpoint cannot be deleted ({place.describe(error)})"
+        raise CheckpointError(complaint("directory", root, why, "Check its rights")) from error
