@@ -57,14 +57,17 @@ RUN = [
     *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2"),
     *("--max-position-embeddings", "16", "--seq-length", "16", "--micro-batch-size", "2"),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--split", "100,0,0"),
-    *("--eval-iters", "0", "--train-iters", "9", "--lr", "0.1", "--device", "cpu"),
+    *("--eval-iters", "0", "--lr", "0.1", "--device", "cpu"),
     *("--tensor-model-parallel-size", "2", "--fake-world-size", "4"),
 ]
 
 
 @pytest.mark.parametrize(
     "sizes",
-    ["--global-batch-size 8", "--global-batch-size 8 --rampup-batch-size 4 4 12"],
+    [
+        "--global-batch-size 8 --train-iters 9",
+        "--global-batch-size 8 --rampup-batch-size 4 4 12 --train-samples 72",
+    ],
 )
 def test_every_sample_is_read_by_one_rank_and_its_pieces_are_its_tokens(tmp_path, capsys, sizes):
     data = ["--data-path", "0.7", corpus(tmp_path / "a", 0), "0.3", corpus(tmp_path / "b", 50)]
@@ -95,7 +98,15 @@ def test_every_sample_is_read_by_one_rank_and_its_pieces_are_its_tokens(tmp_path
 
 
 def test_what_a_run_does_not_read(tmp_path, capsys):
-    flags = [*RUN, "--global-batch-size", "8", "--data-path", corpus(tmp_path / "a", 0)]
+    flags = [
+        *RUN,
+        "--train-iters",
+        "9",
+        "--global-batch-size",
+        "8",
+        "--data-path",
+        corpus(tmp_path / "a", 0),
+    ]
     for name, value, says in (
         ("--rank", "4", "Ranks are 0 to 3"),
         ("--iteration", "99", "The dataset was built for"),

@@ -228,8 +228,6 @@ def _start_worker(tokenizer_options: TokenizerOptions, options: EncodeOptions) -
     global _worker_encoder
     # Ctrl-C reaches the whole group; the parent alone decides what happens then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # One process a core is enough: the package would start as many threads as there are cores.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     _worker_encoder = Encoder(build_tokenizer(tokenizer_options), options)
 

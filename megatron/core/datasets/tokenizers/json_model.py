@@ -33,10 +33,6 @@ class _PackageTokenizer(Tokenizer):
         ids: list[int] = self._model.encode(text).ids
         return ids
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each of several texts."""
-        return [encoding.ids for encoding in self._model.encode_batch_fast(list(texts))]
-
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids, special tokens spelled out."""
         text: str = self._model.decode([int(number) for number in ids], skip_special_tokens=False)
