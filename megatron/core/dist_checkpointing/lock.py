@@ -41,8 +41,8 @@ class Job:
 class Lock:
     """The right to save into a directory. Make one with `take`."""
 
-    def __init__(self, path: Path, token: str) -> None:
-        self._path, self._token = path, token
+    def __init__(self, path: Path, token: str, text: str) -> None:
+        self._path, self._token, self._text = path, token, text
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._touch, name="checkpoint lock", daemon=True)
         self._thread.start()
@@ -55,7 +55,7 @@ class Lock:
         """
         holder = _read(self._path)
         if holder is None:
-            _write(self._path, _content(self._token, Job()))
+            _write(self._path, self._text)
         elif holder.get("token") != self._token:
             raise CheckpointError(
                 complaint(
@@ -121,7 +121,7 @@ def take(root: Path, job: Job | None = None) -> Lock:
     else:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-    return Lock(path, token)
+    return Lock(path, token, text)
 
 
 def _content(token: str, job: Job) -> str:
@@ -158,7 +158,8 @@ def _is_gone(holder: dict[str, Any], job: Job) -> bool:
     """Whether the writer of a lock is known to have ended, or is this process."""
     if holder.get("host") == socket.gethostname() and isinstance(holder.get("process"), int):
         process, started = holder["process"], holder.get("started")
-        return process == os.getpid() or started is None or _start_of(process) != started
+        if process == os.getpid() or started is not None:
+            return process == os.getpid() or _start_of(process) != started
     restarted = job.restarts > int(holder.get("restarts") or 0)
     return bool(job.id) and holder.get("job") == job.id and restarted
 
