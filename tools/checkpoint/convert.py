@@ -50,7 +50,6 @@ _NOT_NEEDED = {
     "--model-size": 1,
     "--megatron-path": 1,
     "--loader-transformer-impl": 1,
-    "--saver-transformer-impl": 1,
     "--max-queue-size": 1,
     "--no-checking": 0,
 }
