@@ -18,6 +18,7 @@ from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.megatron_convert import Target, convert
 from megatron.training.progress import Progress
 from tests.small_models import GQA, LLAMA, build_model, small_config, spread_weights
+from tools.checkpoint import convert as convert_tool
 
 LAYERS = {"num_layers": 4, "ffn_hidden_size": 48, "bf16": True, "num_attention_heads": 8}
 EXPERTS = {
@@ -213,3 +214,14 @@ def test_ranks_of_a_layout():
     assert needed == ["mp_rank_00_000", "mp_rank_01_001"]
     assert len(replace(layout, etp=2).directories()) == 4
     assert place.iteration_of(place.Path("iter_0000009")) == 9
+
+
+def test_the_command_line(originals, tmp_path, capsys):
+    root, _ = originals["tied"]
+    line = ["--model-type", "GPT", "--loader", "mcore", "--saver", "torch", "--load-dir", str(root),
+            "--save-dir", str(tmp_path / "out"), "--target-tensor-parallel-size"]  # fmt: skip
+    assert convert_tool.main([*line, "2"]) == 0
+    assert "iter_0000009" in capsys.readouterr().out
+    assert mp_ranks.is_one(tmp_path / "out" / "iter_0000009")
+    assert convert_tool.main([*line, "5"]) == 1
+    assert "--num-query-groups" in capsys.readouterr().err
