@@ -253,7 +253,8 @@ def test_use_checkpoint_args(tmp_path):
     refused = launch(1, [*flags, "--num-layers", "3"])
     assert refused.codes == [1]
     assert "--num-layers is 2 in the checkpoint and 3 on the command line" in refused.out
-    other = launch(1, [*flags, "--seed", "7", "--exit-interval", "5"])  # not the model: CLI wins
+    seed = ["--seed", "7", "--data-mix-change", "continue"]  # not the model: this run decides
+    other = launch(1, [*flags, *seed, "--exit-interval", "5"])
     assert other.codes == [0], other.out
 
 
