@@ -104,3 +104,31 @@ def deadline_has_a_signal(c: Draft) -> Iterator[Problem]:
                 "Without the handler a signal ends the process at once",
                 f"Add --exit-signal-handler, or remove {flag_of(name)}",
             )
+
+
+_PLACES = (
+    "save",
+    "load",
+    "non_persistent_global_ckpt_dir",
+    "non_persistent_local_ckpt_dir",
+    "data_cache_path",
+    "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+)
+
+
+@rule
+def places_are_in_the_file_system(c: Draft) -> Iterator[Problem]:
+    """Checkpoints and corpora are files: s3:// and the like would be taken for folder names."""
+    for name in _PLACES:
+        given = c.values[name] or ()
+        for place in (given,) if isinstance(given, str) else given:
+            if "://" in str(place):
+                yield Problem(
+                    (flag_of(name),),
+                    place,
+                    "Only paths of the file system can be read and written",
+                    "Give a path on a disk, or where the store is mounted",
+                )
