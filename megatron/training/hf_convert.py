@@ -70,15 +70,7 @@ def write_huggingface(
     config = hf_from_fields(source.fields, _DTYPE_NAMES[dtype])
     config.update({n: source.special_tokens.get(n) for n in SPECIAL_TOKENS})
     config = hf_kept.restore(config, source.kept)
-    tmp = save.with_name(save.name + ".tmp")
-    try:
-        if save.exists() and any(save.iterdir()):
-            raise CheckpointError(
-                complaint("--save-dir", save, "It is not empty", "Name a new directory")
-            )
-        if tmp.exists():
-            shutil.rmtree(tmp)
-        tmp.mkdir(parents=True)
+    with hf_files.new_directory(save) as tmp:
         planned = list(planned_tensors(source, config["model_type"], fp8))
         hf_files.write_weights(tmp, planned, DTYPES[dtype], max_shard_bytes)
         if fp8 is not None:
@@ -91,20 +83,6 @@ def write_huggingface(
             _write_json(tmp / "generation_config.json", {"_from_model_config": True, **special})
         if check is not None:
             check(tmp)
-        if save.exists():
-            save.rmdir()
-        tmp.rename(save)
-    except OSError as error:
-        raise CheckpointError(
-            complaint(
-                "--save-dir",
-                save,
-                f"It cannot be written ({place.describe(error)})",
-                "Choose a writable directory with enough space",
-            )
-        ) from error
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
     return save
 
 

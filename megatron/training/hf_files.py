@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -13,6 +15,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.directory import describe
 from megatron.core.errors import CheckpointError, complaint
 from megatron.training.hf_config import unusable
 from megatron.training.safetensors_file import (
@@ -106,6 +109,45 @@ class HfWeights:
 
     def _entry(self, name: str) -> Entry | None:
         return self._headers.get(self._file_of[name], {}).get(name)
+
+
+@contextmanager
+def new_directory(save: Path) -> Iterator[Path]:
+    """Make a directory that appears under its name when the block is left without an error.
+
+    Args:
+        save: The name; it must not hold anything yet.
+
+    Yields:
+        Where to write in the meantime. It is gone after an error.
+
+    Raises:
+        CheckpointError: The directory is in use or not writable.
+    """
+    tmp = save.with_name(save.name + ".tmp")
+    try:
+        if save.exists() and any(save.iterdir()):
+            raise CheckpointError(
+                complaint("--save-dir", save, "It is not empty", "Name a new directory")
+            )
+        if tmp.exists():
+            shutil.rmtree(tmp)
+        tmp.mkdir(parents=True)
+        yield tmp
+        if save.exists():
+            save.rmdir()
+        tmp.rename(save)
+    except OSError as error:
+        raise CheckpointError(
+            complaint(
+                "--save-dir",
+                save,
+                f"It cannot be written ({describe(error)})",
+                "Choose a new directory on a disk with enough space",
+            )
+        ) from error
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
 
 
 def _locate(directory: Path) -> dict[str, str]:

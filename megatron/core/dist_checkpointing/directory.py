@@ -358,13 +358,21 @@ def commit(tmp: Path, records: dict[str, FileRecord]) -> Path:
         os.rename(final, aside)
     os.rename(tmp, final)
     sync_directory(root)
-    text = str(iteration_of(final))
-    _write_synced(root / (TRACKER_FILE + _TMP), text)
-    os.replace(root / (TRACKER_FILE + _TMP), root / TRACKER_FILE)
-    sync_directory(root)
+    point_to(root, iteration_of(final))
     if aside.exists():
         shutil.rmtree(aside)
     return final
+
+
+def point_to(root: Path, iteration: int | str | None) -> None:
+    """Let the tracker name a complete checkpoint. A crash leaves the old tracker or the new one.
+
+    Raises:
+        OSError: The file system refused; the old tracker is intact.
+    """
+    _write_synced(root / (TRACKER_FILE + _TMP), str(iteration))
+    os.replace(root / (TRACKER_FILE + _TMP), root / TRACKER_FILE)
+    sync_directory(root)
 
 
 def discard(tmp: Path) -> None:

@@ -105,10 +105,7 @@ def write(
                 _save(content, tmp / name / mp_ranks.RANK_FILE)
         sync_directory(tmp)
         os.rename(tmp, final)
-        tracker = root / (place.TRACKER_FILE + ".tmp")
-        tracker.write_text(str(iteration), encoding="utf-8")
-        os.replace(tracker, root / place.TRACKER_FILE)
-        sync_directory(root)
+        place.point_to(root, iteration)
     except OSError as error:
         raise CheckpointError(
             complaint("--save-dir", root, f"It cannot be written ({place.describe(error)})",

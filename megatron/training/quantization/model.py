@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.directory import describe
 from megatron.core.errors import CheckpointError, DataError, complaint
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.training import hf_config
+from megatron.training import hf_config, hf_files
 from megatron.training.hf_sources import HfSource, MegatronSource, Source
 from megatron.training.quantization import packed
 from megatron.training.quantization.gptq import (
@@ -143,26 +142,8 @@ def quantize_model(
         CheckpointError: The directory cannot be written.
         MegatronError: GPTQ failed; names the weight.
     """
-    tmp = save.with_name(save.name + ".tmp")
-    try:
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-        written = _write(source, tmp, grid, LayerStream(source, device), gptq, windows, say)
-        if save.exists():
-            save.rmdir()
-        tmp.rename(save)
-    except OSError as error:
-        raise CheckpointError(
-            complaint(
-                "--save-dir",
-                save,
-                f"It cannot be written ({describe(error)})",
-                "Choose a new directory on a disk with enough space",
-            )
-        ) from error
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-    return written
+    with hf_files.new_directory(save) as tmp:
+        return _write(source, tmp, grid, LayerStream(source, device), gptq, windows, say)
 
 
 def _write(
