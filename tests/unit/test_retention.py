@@ -55,6 +55,15 @@ def test_what_is_never_removed(tmp_path):
     assert kept(tmp_path) == [2, 3, 4, 6, 9]
 
 
+def test_a_link_to_a_folder_is_a_foreign_file(tmp_path):
+    for iteration in (1, 2):
+        save(tmp_path, iteration)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "iter_0000001" / "link").symlink_to(tmp_path / "mine")
+    Retention(tmp_path, 1).apply()
+    assert kept(tmp_path) == [1, 2]
+
+
 def test_the_last_sound_one_stays(tmp_path):
     for iteration in (1, 2, 3):
         save(tmp_path, iteration)

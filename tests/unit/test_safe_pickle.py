@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import contextlib
 import functools
 import io
 import os
+import pathlib
 import pickle
 import subprocess
 import zipfile
@@ -240,3 +242,43 @@ def test_nothing_in_the_tree_reads_pickles_freely(tmp_path):
     bad = tmp_path / "bad.py"
     bad.write_text("torch.load(f)\npickle.loads(b)\nnp.load(f, allow_pickle=True)\nyaml.load(f)\n")
     assert len(list(unrestricted(bad))) == 4
+
+
+def archive_of(pickled):
+    """An archive of torch.save with this pickle."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as out:
+        out.writestr("archive/data.pkl", pickled)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "attribute"),
+    [
+        ("pathlib", "PurePosixPath", "parent"),
+        ("pathlib", "PosixPath", "parent"),
+        ("argparse", "Namespace", "load"),
+        ("torch._utils", "_rebuild_tensor_v2", "__defaults__"),
+        ("builtins", "getattr", "__defaults__"),
+    ],
+)
+def test_attributes_of_what_a_pickle_names_stay_in_it(module, name, attribute):
+    """The opcode that restores an object's state also sets attributes of classes and functions."""
+    before = safe_pickle._tensor.__defaults__, safe_pickle._member.__defaults__
+    state = pickle.dumps((None, {attribute: (1,)}), 2)[2:-1]
+    evil = archive_of(f"\x80\x02c{module}\n{name}\n".encode("latin1") + state + b"b.")
+    with contextlib.suppress(CheckpointError):  # refusing it is as good
+        safe_pickle.load(evil, "evil")
+    changed = "parent" in vars(pathlib.PurePosixPath)
+    if changed:
+        del pathlib.PurePosixPath.parent  # pytest itself needs it
+    assert not changed
+    assert not hasattr(argparse.Namespace, "load")
+    assert (safe_pickle._tensor.__defaults__, safe_pickle._member.__defaults__) == before
+
+
+def test_a_pickle_that_wants_all_memory_is_refused():
+    size = (1 << 46).to_bytes(8, "little")
+    huge = archive_of(b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + size + b"\x85R.")
+    with pytest.raises(CheckpointError, match="huge: it is damaged"):
+        safe_pickle.load(huge, "huge")

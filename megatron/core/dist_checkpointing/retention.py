@@ -105,5 +105,9 @@ def _is_ours(directory: Path) -> bool:
     if records is None or directory.is_symlink():
         return False
     own = {*records, place.MANIFEST_FILE, place.MARKER_FILE}
-    files = {str(p.relative_to(directory)) for p in directory.rglob("*") if not p.is_dir()}
+    files = {
+        str(p.relative_to(directory))
+        for p in directory.rglob("*")
+        if p.is_symlink() or not p.is_dir()
+    }
     return files <= own

@@ -14,8 +14,11 @@ import collections
 import io
 import pathlib
 import pickle
+import types
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,10 @@ from torch import Tensor
 from megatron.core.errors import UnusableCheckpointError
 
 _LOCAL_HEADER = 30  # bytes of a zip entry before its name
+_HEAP_TYPE = 1 << 9  # of the flags of a class: written in Python, so its attributes can be set
 _BROKEN = (EOFError, AttributeError, ValueError, TypeError, KeyError, IndexError, RuntimeError,
-           AssertionError, OverflowError, UnicodeDecodeError, ImportError)  # fmt: skip
+           AssertionError, OverflowError, UnicodeDecodeError, ImportError, MemoryError,
+           zlib.error)  # fmt: skip
 
 
 class Opaque:
@@ -186,6 +191,18 @@ for _module in ("torch", "torch.cuda", "torch.storage"):
     _BUILT |= {(_module, name): dtype for name, dtype in _STORAGES.items()}
 
 
+def _own(value: Any) -> Any:
+    """Return a copy of what a pickle may name: it can also set attributes of it.
+
+    Those of a class that this process uses (`parent` of paths, say) would change what happens here.
+    """
+    if isinstance(value, types.FunctionType):
+        return partial(value)
+    if isinstance(value, type) and value.__flags__ & _HEAP_TYPE:
+        return type(value.__name__, (value,), {"__module__": value.__module__})
+    return value
+
+
 class SafeUnpickler(pickle.Unpickler):
     """An unpickler that can only build what is on the lists above."""
 
@@ -199,7 +216,7 @@ class SafeUnpickler(pickle.Unpickler):
         """
         module = "builtins" if module == "__builtin__" else module  # Python 2's name for it
         if (module, name) in _BUILT:
-            return _BUILT[module, name]
+            return _own(_BUILT[module, name])
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in _OPAQUE or f"{module}.".startswith(_OPAQUE_PREFIXES):
