@@ -282,3 +282,14 @@ def test_a_pickle_that_wants_all_memory_is_refused():
     huge = archive_of(b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + size + b"\x85R.")
     with pytest.raises(CheckpointError, match="huge: it is damaged"):
         safe_pickle.load(huge, "huge")
+
+
+@pytest.mark.parametrize(
+    "value", [argparse.Namespace(lr=0.1, sizes=[1, 2]), pathlib.PurePosixPath("/a/b")], ids=str
+)
+def test_what_was_read_can_be_written_again(value):
+    """Copies of checkpoints hold what the checkpoints held, as the same types."""
+    read = safe_pickle.SafeUnpickler(io.BytesIO(pickle.dumps(value))).load()
+    again = pickle.loads(pickle.dumps(read, protocol=2))  # as torch writes
+    assert type(again) is type(value)
+    assert again == read == value

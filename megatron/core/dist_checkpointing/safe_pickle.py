@@ -18,7 +18,7 @@ import types
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +199,17 @@ def _own(value: Any) -> Any:
     if isinstance(value, types.FunctionType):
         return partial(value)
     if isinstance(value, type) and value.__flags__ & _HEAP_TYPE:
-        return type(value.__name__, (value,), {"__module__": value.__module__})
+        names = {"__module__": value.__module__, "__reduce_ex__": partialmethod(_reduced, value)}
+        return type(value.__name__, (value,), names)
     return value
+
+
+def _reduced(self: object, base: type, protocol: Any) -> tuple[Any, ...]:
+    """Say how to pickle an object of a copy of a class: as one of the class itself."""
+    reduced: Any = base.__reduce_ex__(self, protocol)
+    how, args, *rest = reduced
+    made, *given = args if how.__name__ == "__newobj__" else (how, *args)
+    return base if made is type(self) else made, tuple(given), *rest
 
 
 class SafeUnpickler(pickle.Unpickler):
