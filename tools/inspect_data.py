@@ -29,14 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from megatron.config import ConfigError
-from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool
+from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, add_tokenizer_flags, run_tool
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.tokenizers import (
-    TOKENIZER_TYPES,
-    Tokenizer,
-    TokenizerOptions,
-    build_tokenizer,
-)
+from megatron.core.datasets.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.training.data_trace import Step, read_step
 from megatron.training.preflight import read_run
@@ -109,8 +104,7 @@ def show_corpus(args: argparse.Namespace) -> None:
     """Print figures of a corpus, or one document."""
     tokenizer = None
     if args.tokenizer_type is not None:
-        names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
-        tokenizer = build_tokenizer(TokenizerOptions(**{n: getattr(args, n) for n in names}))
+        tokenizer = build_tokenizer(TokenizerOptions.of(args))
     if args.document is not None:
         found = read_document(args.prefix, args.document, tokenizer)
         print(json.dumps(found) if args.json else _document_text(found))
@@ -173,11 +167,7 @@ def make_parser() -> ToolParser:
     corpus = commands.add_parser("corpus", help="figures of a corpus, or one document")
     corpus.add_argument("prefix", help="the .bin/.idx pair without ending")
     corpus.add_argument("--document", type=int, help="show this one, from 0")
-    corpus.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="decodes documents")
-    corpus.add_argument("--tokenizer-model", help="its file")
-    corpus.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
-    corpus.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
-    corpus.add_argument("--vocab-size", type=int, help="number of ids of NullTokenizer")
+    add_tokenizer_flags(corpus.add_argument_group("tokenizer, which decodes documents"))
     corpus.add_argument("--json", action="store_true", help="machine-readable")
     step = commands.add_parser("step", help="what a rank reads; takes a run's flags")
     step.add_argument("--iteration", type=int, required=True, help="from 1")

@@ -23,11 +23,11 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.tool_flags import ToolParser, run_tool
+from megatron.config.tool_flags import ToolParser, add_tokenizer_flags, run_tool
 from megatron.core.datasets.encoding import EncodeOptions
 from megatron.core.datasets.preprocess import Summary, encode_files, measure_rate
 from megatron.core.datasets.text_input import find_inputs
-from megatron.core.datasets.tokenizers import TOKENIZER_TYPES, TokenizerOptions, build_tokenizer
+from megatron.core.datasets.tokenizers import TokenizerOptions, build_tokenizer
 from megatron.core.errors import DataError, MegatronError, complaint
 
 _SENTENCES = "GPT training packs whole documents, so sentences are not needed"
@@ -62,12 +62,7 @@ def make_parser() -> ToolParser:
     data.add_argument(
         "--resume", action="store_true", help="go on with a run of this output if there is one"
     )
-    tokenizer = parser.add_argument_group("tokenizer")
-    tokenizer.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
-    tokenizer.add_argument("--tokenizer-model", help="SentencePiece .model or tokenizer.json")
-    tokenizer.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
-    tokenizer.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
-    tokenizer.add_argument("--vocab-size", type=int, help="number of ids of NullTokenizer")
+    add_tokenizer_flags(parser.add_argument_group("tokenizer"), required=True)
     work = parser.add_argument_group("work")
     work.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
     work.add_argument(
@@ -153,13 +148,7 @@ def run(args: argparse.Namespace) -> Summary | None:
     inputs, others = find_inputs(args.input)
     if others:
         print(f"{len(others)} files of other kinds left out, e.g. {others[0]}", file=sys.stderr)
-    settings = TokenizerOptions(
-        tokenizer_type=args.tokenizer_type,
-        tokenizer_model=args.tokenizer_model,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-        vocab_size=args.vocab_size,
-    )
+    settings = TokenizerOptions.of(args)
     options = EncodeOptions(
         keys=tuple(dict.fromkeys(args.json_keys)),
         append_eod=args.append_eod,

@@ -12,11 +12,22 @@ TOKENIZER_TYPES = (
     "Llama2Tokenizer",
     "HuggingFaceTokenizer",
     "GPT2BPETokenizer",
+    "TikTokenizer",
     "ByteLevelTokenizer",
     "NullTokenizer",
 )
 # Everything that decides which tokenizer a run has.
-TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+TOKENIZER_FIELDS = (
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_size",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "tiktoken_special_tokens",
+)
+TIKTOKEN_PATTERNS = ("v1", "v2", "cl100k", "o200k")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +69,21 @@ class DataConfig:
     tokenizer_model: str | None = field(help="Tokenizer file, folder or name.")
     vocab_file: str | None = field(help="Vocabulary of a GPT-2 BPE tokenizer.")
     merge_file: str | None = field(help="Merges of a GPT-2 BPE tokenizer.")
+    tiktoken_pattern: str | None = field(
+        choices=TIKTOKEN_PATTERNS,
+        help="How TikTokenizer cuts a text into words: v1 or v2 of Megatron-LM, or as the"
+        " encodings cl100k (Llama 3 too) and o200k do.",
+    )
+    tiktoken_num_special_tokens: int | None = field(
+        help="Ids that TikTokenizer keeps for special tokens.",
+        fallback="1000 for a JSON file, else the number of names",
+    )
+    tiktoken_special_tokens: tuple[str, ...] | None = field(
+        flags=("--tiktoken-special-tokens", "--tokenizer-special-tokens"),
+        nargs="*",
+        help="Names of TikTokenizer's special tokens.",
+        fallback="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON file, else <|endoftext|>",
+    )
     vocab_size: int | None = field(
         help="Vocabulary before padding; needed only for NullTokenizer.",
         fallback="the tokenizer's size; 50257 for NullTokenizer",

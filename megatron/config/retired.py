@@ -188,7 +188,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "Remove it and choose --tensor-model-parallel-size",
     ),
     "--trust-remote-code": ("A tokenizer never runs code from its folder here", "Remove it"),
-    "--tiktoken-pattern": ("TikTokenizer is not in this release", "Choose another tokenizer"),
     "--apply-query-key-layer-scaling": (
         "Attention scores are computed in fp32 range and need no scaling by layer",
         "Remove it",
@@ -314,10 +313,6 @@ REFUSED_VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("ckpt_format", "fsdp_dtensor"): (
         "There is no FSDP here",
         "Use --ckpt-format torch_dist",
-    ),
-    ("tokenizer_type", "TikTokenizer"): (
-        "TikTokenizer is not in this release",
-        "Use HuggingFaceTokenizer with the same model's tokenizer",
     ),
     ("position_embedding_type", "yarn"): (
         "YaRN is not in this release",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.data import TIKTOKEN_PATTERNS
 from megatron.config.data_mix import corpora_flag
 from megatron.config.draft import Draft
 from megatron.config.problems import Problem, rule
@@ -15,6 +16,7 @@ _MODEL_TOKENIZERS = (
     "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
     "HuggingFaceTokenizer",
+    "TikTokenizer",
 )
 
 
@@ -65,6 +67,13 @@ def tokenizer_has_its_files(c: Draft) -> Iterator[Problem]:
             f"nothing and {kind}",
             "This tokenizer is read from a file",
             "Add --tokenizer-model",
+        )
+    if kind == "TikTokenizer" and not c.tiktoken_pattern:
+        yield Problem(
+            ("--tiktoken-pattern", "--tokenizer-type"),
+            f"nothing and {kind}",
+            "Its files do not say how a text is cut into words",
+            f"Add --tiktoken-pattern, one of {', '.join(TIKTOKEN_PATTERNS)}",
         )
     if kind == "GPT2BPETokenizer":
         for name in ("vocab_file", "merge_file"):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from megatron.config.data import TIKTOKEN_PATTERNS, TOKENIZER_TYPES
 from megatron.config.problems import Problem
 from megatron.config.values import nearest
 
@@ -95,6 +96,23 @@ class ToolParser(argparse.ArgumentParser):
             got = " ".join(values) or "set"
             problems.append(Problem((flag,), got, "There is no such flag", fix))
         return problems
+
+
+def add_tokenizer_flags(group: Any, *, required: bool = False) -> None:
+    """Add the flags of `megatron.config.data.TOKENIZER_FIELDS` to a parser or a group of one."""
+    group.add_argument("--tokenizer-type", required=required, choices=TOKENIZER_TYPES)
+    group.add_argument("--tokenizer-model", help="file, or for some types its folder")
+    group.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
+    group.add_argument("--vocab-size", type=int, help="number of ids of NullTokenizer")
+    group.add_argument("--tiktoken-pattern", choices=TIKTOKEN_PATTERNS, help="of TikTokenizer")
+    group.add_argument("--tiktoken-num-special-tokens", type=int, help="of TikTokenizer")
+    group.add_argument(
+        "--tiktoken-special-tokens",
+        "--tokenizer-special-tokens",
+        nargs="*",
+        help="names of TikTokenizer's special tokens",
+    )
 
 
 def _required(names: str) -> Problem:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -113,13 +114,10 @@ def test_only_a_few_chunks_are_read_ahead(tmp_path, monkeypatch):
     monkeypatch.setattr(text_input, "CHUNK_BYTES", 1)
     read, written = 0, 0
 
-    class Pool:
-        def submit(self, function, chunk):
-            class Done:
-                def result(self):
-                    return chunk
-
-            return Done()
+    def submit(chunk):
+        done = Future()
+        done.set_result(chunk)
+        return done
 
     def chunks():
         nonlocal read
@@ -128,7 +126,7 @@ def test_only_a_few_chunks_are_read_ahead(tmp_path, monkeypatch):
             read += 1
             yield chunk
 
-    for chunk in encoding.in_order(Pool(), chunks(), 8):
+    for chunk in encoding.in_order(submit, chunks(), 8):
         written += 1
         assert chunk.first == written
         assert read - written < 8

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import sys
 
 import pytest
+import regex
 import sentencepiece
 import tokenizers
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from megatron.config import make_config
 from megatron.core.datasets.tokenizers import TOKENIZER_TYPES, TokenizerOptions, build_tokenizer
+from megatron.core.datasets.tokenizers.rank_model import PATTERNS
 from megatron.core.errors import DataError
 
 LINES = [
@@ -62,7 +65,19 @@ def home(tmp_path_factory):
         single="<s> $A", special_tokens=[("<s>", begin)]
     )
     model.save(str(home / "tokenizer.json"))
+    write_ranks(home, bpe)
     return home
+
+
+def write_ranks(home, bpe):
+    """Write the tokens of another tokenizer as the two kinds of rank files."""
+    decoder = tokenizers.decoders.ByteLevel()
+    words = [bpe.id_to_token(number) for number in range(1 + 256, bpe.get_vocab_size())]
+    tokens = [bytes([byte]) for byte in range(256)] + [decoder.decode([w]).encode() for w in words]
+    encoded = [base64.b64encode(token).decode() for token in tokens]
+    entries = [{"rank": i, "token_bytes": t, "token_str": None} for i, t in enumerate(encoded)]
+    (home / "ranks.json").write_text(json.dumps(entries))
+    (home / "ranks.tiktoken").write_text("".join(f"{t} {i}\n" for i, t in enumerate(encoded)))
 
 
 def options(home, kind, **changes):
@@ -74,6 +89,10 @@ def options(home, kind, **changes):
         "GPT2BPETokenizer": {
             "vocab_file": str(home / "vocab.json"),
             "merge_file": str(home / "merges.txt"),
+        },
+        "TikTokenizer": {
+            "tokenizer_model": str(home / "ranks.json"),
+            "tiktoken_pattern": "v2",
         },
         "NullTokenizer": {"vocab_size": 128},
     }
@@ -164,6 +183,43 @@ def test_a_folder_stands_for_the_file_in_it(home):
         assert tokenizer.files[0].is_file()
 
 
+def test_rank_files(home):
+    """JSON: special tokens first, as Megatron-LM has them. Plain: ids are ranks."""
+    first = build_tokenizer(options(home, "TikTokenizer"))
+    count = len(json.loads((home / "ranks.json").read_text()))
+    assert (first.bos, first.eod, first.pad) == (1, 2, 4)
+    assert first.vocab_size == 1000 + count
+    model = str(home / "ranks.tiktoken")
+    plain = build_tokenizer(options(home, "TikTokenizer", tokenizer_model=model))
+    assert (plain.eod, plain.vocab_size) == (count, count + 1)
+    text = LINES[2] + " </s> <|endoftext|> \u00e9"
+    ids = plain.tokenize(text)
+    assert plain.eod not in ids
+    assert first.tokenize(text) == [number + 1000 for number in ids]
+    assert plain.detokenize([*ids, plain.eod]) == text + "<|endoftext|>"
+    assert first.detokenize([2, *first.tokenize("a"), 999, 5000]) == "</s>a<SPECIAL_999>"
+    llama = {"tiktoken_special_tokens": ("<|begin_of_text|>", "<|end_of_text|>")}
+    named = build_tokenizer(options(home, "TikTokenizer", tokenizer_model=model, **llama))
+    assert (named.bos, named.eod) == (count, count + 1)
+    cut = build_tokenizer(options(home, "TikTokenizer", vocab_size=1257))
+    assert cut.vocab_size == 1257
+    assert len(cut.tokenize(LINES[2])) > len(ids) / 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("v1", ["It", "'s", " ", "1", "2", "3", "4", " FooBar", ".\n\n", "  ", " x"]),
+        ("v2", ["It", "'s", " ", "1", "2", "3", "4", " Foo", "Bar", ".\n\n", "  ", " x"]),
+        ("cl100k", ["It", "'s", " ", "123", "4", " FooBar", ".\n\n", "  ", " x"]),
+        ("o200k", ["It's", " ", "123", "4", " Foo", "Bar", ".\n\n", "  ", " x"]),
+    ],
+)
+def test_patterns_cut_words(pattern, words):
+    text = "It's 1234 FooBar.\n\n   x"
+    assert regex.findall(PATTERNS[pattern], text) == words
+
+
 def test_null_tokenizer():
     tokenizer = build_tokenizer(TokenizerOptions(tokenizer_type="NullTokenizer", vocab_size=10))
     assert (tokenizer.vocab_size, tokenizer.eod) == (10, 9)
@@ -202,7 +258,12 @@ def test_missing_end_of_document_names_the_tokenizer(tmp_path):
         ("NullTokenizer", {"vocab_size": None}, "--vocab-size: got nothing"),
         ("NullTokenizer", {"vocab_size": 0}, "at least one id"),
         ("ByteLevelTokenizer", {"vocab_size": 256}, "has 257 ids"),
-        ("TikTokenizer", {}, "Choose one of"),
+        ("TikTokenizer", {"tiktoken_pattern": None}, "--tiktoken-pattern: got nothing"),
+        ("TikTokenizer", {"tokenizer_model": "cl100k_base"}, "nothing is downloaded"),
+        ("TikTokenizer", {"tiktoken_num_special_tokens": 6}, "There are 7 of them"),
+        ("TikTokenizer", {"tiktoken_special_tokens": ("a", "a")}, "named twice"),
+        ("TikTokenizer", {"vocab_size": 1200}, "--vocab-size: got 1200. 56 of the 256 bytes"),
+        ("OtherTokenizer", {}, "Choose one of"),
     ],
 )
 def test_what_is_missing_is_named(home, kind, changes, says):
@@ -216,6 +277,9 @@ def test_files_of_another_kind_are_refused(home):
         build_tokenizer(options(home, "SentencePieceTokenizer", tokenizer_model=described))
     with pytest.raises(DataError, match="not a tokenizer description"):
         build_tokenizer(options(home, "HuggingFaceTokenizer", tokenizer_model=model))
+    for other in (model, described, str(home / "merges.txt")):
+        with pytest.raises(DataError, match="not a list of ranks"):
+            build_tokenizer(options(home, "TikTokenizer", tokenizer_model=other))
     with pytest.raises(DataError, match="not a BPE vocabulary"):
         build_tokenizer(options(home, "GPT2BPETokenizer", vocab_file=model))
 
@@ -227,6 +291,7 @@ def test_files_of_another_kind_are_refused(home):
         ("Llama2Tokenizer", "sentencepiece"),
         ("HuggingFaceTokenizer", "tokenizers"),
         ("GPT2BPETokenizer", "tokenizers"),
+        ("TikTokenizer", "tiktoken"),
     ],
 )
 def test_missing_packages_are_named(home, kind, package, monkeypatch):

@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import json
 import multiprocessing
-import os
 import signal
-import threading
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -221,28 +221,60 @@ def _check_characters(parts: Iterable[str]) -> None:
             raise _BadLine("not a character", str(error)) from error
 
 
-_worker_encoder: Encoder | None = None
+class _Worker:
+    """A process that tokenizes, with a pipe of its own: nothing is shared that it could break."""
+
+    def __init__(self, tokenizer_options: TokenizerOptions, options: EncodeOptions) -> None:
+        # Spawned processes share no locks or threads with this one, whatever it has loaded.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, tokenizer_options, options), daemon=True
+        )
+        self._process.start()
+        theirs.close()  # so that the death of the process is the end of the pipe
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        """Tokenize a chunk there.
+
+        Raises:
+            DataError: The process died.
+        """
+        try:
+            self._pipe.send(chunk)
+            answer: Encoded | BaseException = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise DataError(
+                complaint(
+                    "--workers",
+                    "a worker process that died",
+                    "It was killed, most often because memory ran out, or could not start",
+                    "Use fewer workers",
+                )
+            ) from error
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def stop(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.join()
 
 
-def _start_worker(tokenizer_options: TokenizerOptions, options: EncodeOptions) -> None:
-    global _worker_encoder
+def _serve(pipe: Connection, tokenizer_options: TokenizerOptions, options: EncodeOptions) -> None:
     # Ctrl-C reaches the whole group; the parent alone decides what happens then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _worker_encoder = Encoder(build_tokenizer(tokenizer_options), options)
-
-
-def _leave_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _encode(chunk: Chunk) -> Encoded:
-    if _worker_encoder is None:
-        raise RuntimeError("the worker was not started")
-    return _worker_encoder(chunk)
+    encoder = Encoder(build_tokenizer(tokenizer_options), options)
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        while True:
+            chunk = pipe.recv()
+            try:
+                answer: Encoded | BaseException = encoder(chunk)
+            except Exception as error:
+                traceback.print_exc()
+                answer = RuntimeError(f"a worker failed on {chunk.path}: {error!r}")
+            pipe.send(answer)
 
 
 @contextlib.contextmanager
@@ -261,39 +293,36 @@ def encoders(
     if workers == 1:
         yield lambda chunks: map(encoder, chunks)
         return
-    # Spawned processes share no locks or threads with this one, whatever it has loaded.
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer_options, encoder.options),
-    )
-    try:
-        yield lambda chunks: in_order(pool, chunks, CHUNKS_PER_WORKER * workers)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    with contextlib.ExitStack() as stack:
+        # A thread a worker, which waits for it.
+        threads = stack.enter_context(ThreadPoolExecutor(workers))
+        idle: SimpleQueue[_Worker] = SimpleQueue()
+        for _ in range(workers):
+            worker = _Worker(tokenizer_options, encoder.options)
+            stack.callback(worker.stop)
+            idle.put(worker)
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+
+        def encode(chunk: Chunk) -> Encoded:
+            worker = idle.get()
+            try:
+                return worker(chunk)
+            finally:
+                idle.put(worker)
+
+        yield lambda chunks: in_order(
+            lambda chunk: threads.submit(encode, chunk), chunks, CHUNKS_PER_WORKER * workers
+        )
 
 
-def in_order(pool: Executor, chunks: Iterator[Chunk], under_way: int) -> Iterator[Encoded]:
-    """Tokenize chunks in a pool, never more than `under_way` at a time.
-
-    Raises:
-        DataError: A process died.
-    """
+def in_order(
+    submit: Callable[[Chunk], Future[Encoded]], chunks: Iterator[Chunk], under_way: int
+) -> Iterator[Encoded]:
+    """Tokenize chunks elsewhere, never more than `under_way` at a time."""
     waiting: deque[Future[Encoded]] = deque()
-    try:
-        for chunk in chunks:
-            waiting.append(pool.submit(_encode, chunk))
-            if len(waiting) >= under_way:
-                yield waiting.popleft().result()
-        while waiting:
+    for chunk in chunks:
+        waiting.append(submit(chunk))
+        if len(waiting) >= under_way:
             yield waiting.popleft().result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            complaint(
-                "--workers",
-                "a worker process that died",
-                "It was killed, most often because memory ran out, or could not start",
-                "Use fewer workers",
-            )
-        ) from error
+    while waiting:
+        yield waiting.popleft().result()

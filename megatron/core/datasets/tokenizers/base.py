@@ -8,6 +8,14 @@ from pathlib import Path
 
 from megatron.core.errors import DataError, complaint
 
+GPT2_EOD = "<|endoftext|>"
+# What files that do not say which are their special tokens usually call them.
+USUAL_NAMES = {
+    "eos": (GPT2_EOD, "</s>", "<|end_of_text|>", "<eos>"),
+    "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "pad": ("<pad>", "[PAD]", "<|pad|>"),
+}
+
 
 class Tokenizer(ABC):
     """Text to token ids and back.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron.config.data import TOKENIZER_TYPES
+from megatron.config.data import TOKENIZER_FIELDS, TOKENIZER_TYPES
 from megatron.core.datasets.tokenizers.base import ByteLevelTokenizer, NullTokenizer, Tokenizer
 from megatron.core.datasets.tokenizers.json_model import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron.core.datasets.tokenizers.rank_model import TikTokenizer
 from megatron.core.datasets.tokenizers.sentencepiece_model import (
     Llama2Tokenizer,
     SentencePieceTokenizer,
@@ -38,6 +40,18 @@ class TokenizerSettings(Protocol):
     def vocab_size(self) -> int | None:
         """``--vocab-size``."""
 
+    @property
+    def tiktoken_pattern(self) -> str | None:
+        """``--tiktoken-pattern``."""
+
+    @property
+    def tiktoken_num_special_tokens(self) -> int | None:
+        """``--tiktoken-num-special-tokens``."""
+
+    @property
+    def tiktoken_special_tokens(self) -> tuple[str, ...] | None:
+        """``--tiktoken-special-tokens``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions:
@@ -48,6 +62,17 @@ class TokenizerOptions:
     vocab_file: str | None = None
     merge_file: str | None = None
     vocab_size: int | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int | None = None
+    tiktoken_special_tokens: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> TokenizerOptions:
+        """Return what the flags of `megatron.config.tool_flags.add_tokenizer_flags` say."""
+        given = {name: getattr(args, name) for name in TOKENIZER_FIELDS}
+        names = given["tiktoken_special_tokens"]
+        given["tiktoken_special_tokens"] = None if names is None else tuple(names)
+        return cls(**given)
 
 
 def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
@@ -71,6 +96,14 @@ def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
         tokenizer = GPT2BPETokenizer(vocab, merges)
     elif kind == "HuggingFaceTokenizer":
         tokenizer = HuggingFaceTokenizer(_needed(settings, "tokenizer_model", kind))
+    elif kind == "TikTokenizer":
+        tokenizer = TikTokenizer(
+            _needed(settings, "tokenizer_model", kind),
+            _needed(settings, "tiktoken_pattern", kind),
+            num_special=settings.tiktoken_num_special_tokens,
+            special=settings.tiktoken_special_tokens,
+            vocab_size=settings.vocab_size,
+        )
     elif kind == "Llama2Tokenizer":
         tokenizer = Llama2Tokenizer(_needed(settings, "tokenizer_model", kind))
     elif kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer"):

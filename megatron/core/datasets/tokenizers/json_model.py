@@ -7,20 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.tokenizers.base import Tokenizer
+from megatron.core.datasets.tokenizers.base import GPT2_EOD, USUAL_NAMES, Tokenizer
 from megatron.core.errors import DataError, complaint
 
 FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_NAME = "special_tokens_map.json"
-GPT2_EOD = "<|endoftext|>"
-
-# What a tokenizer.json without a tokenizer_config.json usually calls its special tokens.
-USUAL_NAMES = {
-    "eos": (GPT2_EOD, "</s>", "<|end_of_text|>", "<eos>"),
-    "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
-    "pad": ("<pad>", "[PAD]", "<|pad|>"),
-}
 
 
 class _PackageTokenizer(Tokenizer):
