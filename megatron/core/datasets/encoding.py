@@ -11,7 +11,7 @@ import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,8 @@ from megatron.core.datasets.tokenizers import Tokenizer, TokenizerOptions, build
 from megatron.core.errors import DataError, MegatronError, complaint
 
 CHUNKS_PER_WORKER = 4
+# How often somebody who waits for a worker looks whether there are workers.
+LOOK_SECONDS = 5.0
 
 Text = str | list[str]
 
@@ -274,6 +276,24 @@ def encoders(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _submit(pool: Executor, work: Callable[..., Any], *args: Any) -> Future[Any]:
+    try:
+        return pool.submit(work, *args)
+    except OSError as error:  # the pool is closing its pipes, but does not yet say that it broke
+        raise BrokenProcessPool(str(error)) from error
+
+
+def _result(pool: Executor, future: Future[Encoded]) -> Encoded:
+    """Wait for a result. One that was asked for while the pool broke would never come."""
+    while True:
+        try:
+            return future.result(timeout=LOOK_SECONDS)
+        except TimeoutError:
+            if future.done():
+                raise
+            _submit(pool, int)  # fails if the pool is broken
+
+
 def in_order(pool: Executor, chunks: Iterator[Chunk], under_way: int) -> Iterator[Encoded]:
     """Tokenize chunks in a pool, never more than `under_way` at a time.
 
@@ -283,11 +303,11 @@ def in_order(pool: Executor, chunks: Iterator[Chunk], under_way: int) -> Iterato
     waiting: deque[Future[Encoded]] = deque()
     try:
         for chunk in chunks:
-            waiting.append(pool.submit(_encode, chunk))
+            waiting.append(_submit(pool, _encode, chunk))
             if len(waiting) >= under_way:
-                yield waiting.popleft().result()
+                yield _result(pool, waiting.popleft())
         while waiting:
-            yield waiting.popleft().result()
+            yield _result(pool, waiting.popleft())
     except BrokenProcessPool as error:
         raise DataError(
             complaint(
