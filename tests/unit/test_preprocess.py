@@ -116,7 +116,7 @@ def test_only_a_few_chunks_are_read_ahead(tmp_path, monkeypatch):
     class Pool:
         def submit(self, function, chunk):
             class Done:
-                def result(self):
+                def result(self, timeout):
                     return chunk
 
             return Done()

@@ -272,6 +272,12 @@ def encoders(
     )
     try:
         yield lambda chunks: in_order(pool, chunks, CHUNKS_PER_WORKER * workers)
+    except BaseException:
+        # What is under way is of no use any more, and a pool that broke may forget its processes,
+        # for which this one would then wait for ever.
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -279,7 +285,7 @@ def encoders(
 def _submit(pool: Executor, work: Callable[..., Any], *args: Any) -> Future[Any]:
     try:
         return pool.submit(work, *args)
-    except OSError as error:  # the pool is closing its pipes, but does not yet say that it broke
+    except (OSError, ValueError) as error:  # its pipes are closed, but it does not yet say so
         raise BrokenProcessPool(str(error)) from error
 
 
