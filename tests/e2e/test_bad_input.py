@@ -466,7 +466,7 @@ HF_FILES = {
     "no weights": ({"config.json": json.dumps(LLAMA)}, "It holds neither model.safetensors"),
     "junk": (
         {"config.json": json.dumps(LLAMA), "model.safetensors": "junk" * 9},
-        "model.safetensors is damaged",
+        "model.safetensors is truncated or no safetensors file",
     ),
     "a bad index": (
         {"config.json": json.dumps(LLAMA), "model.safetensors.index.json": "{}"},

@@ -204,10 +204,9 @@ def _own(value: Any) -> Any:
     return value
 
 
-def _reduced(self: object, base: type, protocol: Any) -> tuple[Any, ...]:
+def _reduced(self: object, base: Any, protocol: Any) -> tuple[Any, ...]:
     """Say how to pickle an object of a copy of a class: as one of the class itself."""
-    reduced: Any = base.__reduce_ex__(self, protocol)
-    how, args, *rest = reduced
+    how, args, *rest = base.__reduce_ex__(self, protocol)
     made, *given = args if how.__name__ == "__newobj__" else (how, *args)
     return base if made is type(self) else made, tuple(given), *rest
 
