@@ -253,7 +253,8 @@ ddp-param-name-patterns-for-fp32-local-accumulation gtp-remat-opt-in-modules
 hierarchical-context-parallel-sizes high-priority-stream-groups iterations-to-skip
 moe-aux-loss-coeff moe-router-load-balancing-type mrope-section offload-modules profile-ranks
 rampup-batch-size recompute-modules retriever-report-topk-accuracies rl-inference-parsers spec
-test-data-path tokenizer-special-tokens train-data-path valid-data-path validation-set-names
+test-data-path tiktoken-special-tokens tokenizer-special-tokens train-data-path valid-data-path
+validation-set-names
 """
 
 
@@ -265,7 +266,7 @@ fp8-e4m3 fp8-hybrid
 """
 
 _REMOVED_SINGLES = """
-tiktoken-special-tokens pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size
+pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size
 encoder-pipeline-model-parallel-size s3-cache-path inference-max-batch-size
 """
 

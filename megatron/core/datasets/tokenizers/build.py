@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron.config.data import TOKENIZER_FIELDS, TOKENIZER_TYPES
+from megatron.config.data import TOKENIZER_TYPES
 from megatron.core.datasets.tokenizers.base import ByteLevelTokenizer, NullTokenizer, Tokenizer
 from megatron.core.datasets.tokenizers.json_model import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.core.datasets.tokenizers.rank_model import TikTokenizer
@@ -69,10 +69,17 @@ class TokenizerOptions:
     @classmethod
     def of(cls, args: argparse.Namespace) -> TokenizerOptions:
         """Return what the flags of `megatron.config.tool_flags.add_tokenizer_flags` say."""
-        given = {name: getattr(args, name) for name in TOKENIZER_FIELDS}
-        names = given["tiktoken_special_tokens"]
-        given["tiktoken_special_tokens"] = None if names is None else tuple(names)
-        return cls(**given)
+        names = args.tiktoken_special_tokens
+        return cls(
+            tokenizer_type=args.tokenizer_type,
+            tokenizer_model=args.tokenizer_model,
+            vocab_file=args.vocab_file,
+            merge_file=args.merge_file,
+            vocab_size=args.vocab_size,
+            tiktoken_pattern=args.tiktoken_pattern,
+            tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
+            tiktoken_special_tokens=None if names is None else tuple(names),
+        )
 
 
 def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
