@@ -61,7 +61,7 @@ def build(
     saver = Saver(runtime, entries, bus, buffers)
     saver.open()
     count = sum(p.numel() for p in parts.model.parameters())
-    print(f"{count / 1e6:.1f} million parameters, {SAVED_BYTES * count / 1e6:.0f} MB")  # noqa: T201
+    print(f"{count / 1e6:.1f} million parameters, {SAVED_BYTES * count / 1e6:.0f} MB")
     return saver, TrainStep(cfg, runtime, parts, SyntheticSource(cfg, 1))
 
 
@@ -140,14 +140,14 @@ def report(
     stall = statistics.median(waits["async"][1:])
     share = stall / statistics.median(waits["sync"][1:])
     copied = statistics.median(copies[1:]) / stall
-    print(f"stall of an asynchronous save: {100 * share:.1f} % of a synchronous one")  # noqa: T201
-    print(f"of which the copy to host memory: {100 * copied:.0f} %")  # noqa: T201
+    print(f"stall of an asynchronous save: {100 * share:.1f} % of a synchronous one")
+    print(f"of which the copy to host memory: {100 * copied:.0f} %")
     for index, name in enumerate(("clock", "thread's own time")):
         during, between = (
             statistics.median(pair[index] for pair in steps[k]) for k in ("during", "between")
         )
-        print(f"a step while one is written ({name}): {during / between:.3f}x")  # noqa: T201
-    print(f"{len(steps['during'])} steps during {len(copies)} saves")  # noqa: T201
+        print(f"a step while one is written ({name}): {during / between:.3f}x")
+    print(f"{len(steps['during'])} steps during {len(copies)} saves")
 
 
 if __name__ == "__main__":

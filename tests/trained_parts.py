@@ -6,13 +6,14 @@ import math
 
 from megatron.config import make_config
 from megatron.core.dist_checkpointing.storage import Reader
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import load_checkpoint
 from megatron.training.initialize import Launch, start
 from megatron.training.parity.outcome import global_weights
 from megatron.training.progress import Progress
 from megatron.training.providers import setup_model
 from megatron.training.step import TrainStep
 from tests.parity import BASE, SyntheticSource
+from tests.saving import save_checkpoint
 
 # Without linear biases: a key's bias has a gradient of zero up to rounding, which Adam magnifies.
 ADAM = {"optimizer": "adam", "lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5,
@@ -47,7 +48,6 @@ def store(cfg, mesh, parts, iteration=2):
     return save_checkpoint(
         cfg, mesh, model=parts.model, optimizer=parts.optimizer, scheduler=parts.scheduler,
         fp8=parts.fp8, progress=progress, residual=parts.residual(cfg, mesh),
-        say=lambda line: None,
     )  # fmt: skip
 
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.tool_flags import ToolParser, run_tool
+from megatron.config.tool_flags import ToolParser, run_tool, stop_on_sigterm
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.errors import DataError, MegatronError, complaint
 
@@ -105,11 +103,6 @@ def make_parser() -> ToolParser:
     return parser
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    # As an exception it passes through the blocks that remove unfinished files.
-    sys.exit(128 + number)
-
-
 def run(args: argparse.Namespace) -> None:
     """Do what the command line says."""
     if args.multimodal:
@@ -124,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
     args = make_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _terminate)
+    stop_on_sigterm()
     try:
         run(args)
     except (MegatronError, OSError) as error:

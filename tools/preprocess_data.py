@@ -15,15 +15,13 @@ The same call with --resume goes on with a run that was interrupted.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.tool_flags import ToolParser, add_tokenizer_flags, run_tool
+from megatron.config.tool_flags import ToolParser, add_tokenizer_flags, run_tool, stop_on_sigterm
 from megatron.core.datasets.encoding import EncodeOptions
 from megatron.core.datasets.preprocess import Summary, encode_files, measure_rate
 from megatron.core.datasets.text_input import find_inputs
@@ -188,15 +186,10 @@ def run(args: argparse.Namespace) -> Summary | None:
     return summary
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    # As an exception it passes through the blocks that remove unfinished files.
-    sys.exit(128 + number)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
     args = make_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _terminate)
+    stop_on_sigterm()
     try:
         run(args)
     except (MegatronError, OSError) as error:

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -44,6 +45,11 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         # What is left in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return CLOSED_PIPE
+
+
+def stop_on_sigterm() -> None:
+    """Let SIGTERM end a program by an exception, which passes through what cleans up."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def output_is_closed() -> bool:

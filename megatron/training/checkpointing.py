@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing import io, plain, schema
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import Sharded
 from megatron.core.dist_checkpointing.storage import Reader
-from megatron.core.errors import CheckpointError, complaint
+from megatron.core.errors import complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.shards import FlatRange
 from megatron.training import (
@@ -167,61 +167,6 @@ def collect(
     if not cfg.no_save_rng:
         blobs[_rng_key(mesh)] = plain.dump(random_state.capture())
     return Entries(tensors, blobs, assets)
-
-
-def save_checkpoint(
-    cfg: RunConfig,
-    mesh: ParallelState,
-    *,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    scheduler: Scheduler | None,
-    fp8: Stateful | None,
-    progress: Progress,
-    residual: Residual | None = None,
-    guards: Stateful | None = None,
-    say: Say = print_line,
-) -> Path:
-    """Write a checkpoint of the run's present state below ``--save``.
-
-    Every rank calls this; it returns when the checkpoint is complete on disk.
-
-    Args:
-        cfg: The configuration; ``save`` counts here, and what `collect` looks at.
-        mesh: The process mesh.
-        model: See `collect`, as for all others.
-        optimizer: See there.
-        scheduler: See there.
-        fp8: See there.
-        progress: See there.
-        residual: See there.
-        guards: See there.
-        say: Receives the lines to show, on the first rank only.
-
-    Returns:
-        The checkpoint's directory.
-
-    Raises:
-        CheckpointError: On every rank, when any rank could not write. Earlier checkpoints are
-            intact.
-    """
-    if cfg.save is None:
-        raise CheckpointError(
-            complaint("--save", None, "There is no place to write to", "Name a directory")
-        )
-    peers = Peers(mesh.world)
-    if peers.leads:
-        say(saving_line(progress.iteration, cfg.save, cfg.ckpt_format))
-    entries = collect(
-        cfg, mesh, model=model, optimizer=optimizer, scheduler=scheduler, fp8=fp8,
-        progress=progress, residual=residual, guards=guards,
-    )  # fmt: skip
-    saved = io.save(
-        Path(cfg.save), progress.iteration, entries.tensors, entries.blobs, peers, entries.assets
-    )
-    if peers.leads:
-        say(saved_line(progress.iteration, cfg.save, saved, mesh))
-    return saved.directory
 
 
 def saving_line(iteration: int, root: str | Path, ckpt_format: str) -> str:

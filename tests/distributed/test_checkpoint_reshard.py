@@ -27,9 +27,10 @@ from megatron.core.shards import (
     mark_sharded,
     shard_axis,
 )
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import load_checkpoint
 from megatron.training.progress import Progress
 from tests.distpool import run_ranks
+from tests.saving import save_checkpoint
 
 VOCAB = 10
 EXPERTS = 4

@@ -9,10 +9,10 @@ from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.generation import Sampling, generate
 from megatron.core.shards import gather_full
 from megatron.core.tensor_parallel.mappings import all_gather, all_reduce
-from megatron.training.checkpointing import save_checkpoint
 from megatron.training.progress import Progress
 from megatron.training.restore import restore
 from tests.distpool import run_ranks
+from tests.saving import save_checkpoint
 from tests.small_models import GQA, LLAMA, batch, build_model, small_config
 
 MODELS = {
@@ -158,7 +158,6 @@ def continued(rank, world_size, folder):
         scheduler=None,
         fp8=None,
         progress=Progress(iteration=3),
-        say=lambda line: None,
     )
     return [generate(model.eval(), PROMPTS, 8, sampling) for sampling in SAMPLINGS]
 

@@ -18,9 +18,9 @@ from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import whole
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.mesh import Axis, ParallelState
-from megatron.training.checkpointing import save_checkpoint
 from megatron.training.inspection.compare import compare
 from megatron.training.progress import Progress
+from tests.saving import save_checkpoint
 from tests.small_models import LLAMA, build_model, small_config
 from tests.trained_parts import build, fetch, make_checkpoint
 from tools.checkpoint import inspect
@@ -37,7 +37,7 @@ def root(tmp_path):
     for iteration in (3, 4):
         save_checkpoint(
             config, ParallelState.single(), model=model, optimizer=None, scheduler=None,
-            fp8=build.fp8, progress=Progress(iteration=iteration), say=lambda line: None,
+            fp8=build.fp8, progress=Progress(iteration=iteration),
         )  # fmt: skip
     return tmp_path
 

@@ -20,9 +20,10 @@ from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import ParallelState
 from megatron.training.checkpoint_config import read_common, saved_settings
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import load_checkpoint
 from megatron.training.hf_verify import load_ours
 from megatron.training.progress import Progress
+from tests.saving import save_checkpoint
 from tests.small_models import build_model, small_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "megatron_core_checkpoint"
@@ -91,7 +92,6 @@ def test_ours_hold_what_megatron_core_looks_up(tmp_path):
     directory = save_checkpoint(
         config, ParallelState.single(), model=model, optimizer=None, scheduler=None,
         fp8=build.fp8, progress=Progress(iteration=3, consumed_train_samples=6),
-        say=lambda line: None,
     )  # fmt: skip
     theirs, ours = Reader(GOLDEN / "iter_0000005"), Reader(directory)
     for key, entry in theirs.tensors.items():

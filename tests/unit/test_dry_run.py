@@ -13,7 +13,6 @@ from megatron.core.datasets.source import Source
 from megatron.core.errors import CheckpointError, DataError, MeshError
 from megatron.core.mesh import ParallelState
 from megatron.core.shards import FlatRange
-from megatron.training.checkpointing import save_checkpoint
 from megatron.training.communication import Row, lines, readable, table
 from megatron.training.dry_run import checks
 from megatron.training.dry_run.live_memory import LiveMemory
@@ -22,6 +21,7 @@ from megatron.training.dry_run.trace import META
 from megatron.training.initialize import Launch, start
 from megatron.training.progress import Progress
 from megatron.training.providers import setup_model
+from tests.saving import save_checkpoint
 from tests.small_models import SMALL
 
 MODEL = [
@@ -152,7 +152,6 @@ def checkpoint(tmp_path_factory):
         scheduler=parts.scheduler,
         fp8=parts.fp8,
         progress=Progress(),
-        say=lambda _: None,
     )
     return folder
 

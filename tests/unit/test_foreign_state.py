@@ -17,8 +17,9 @@ from megatron.core.mesh import Axis, ParallelState
 from megatron.core.optimizer.build import build_optimizer
 from megatron.training import foreign_state
 from megatron.training.checkpoint_config import read_common
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import load_checkpoint
 from megatron.training.progress import Progress
+from tests.saving import save_checkpoint
 from tests.small_models import build_model, small_config
 
 
@@ -75,7 +76,7 @@ def test_a_smaller_vocabulary_is_refused(tmp_path):
     model, build = build_model(config)
     save_checkpoint(
         config, ParallelState.single(), model=model, optimizer=None, scheduler=None,
-        fp8=build.fp8, progress=Progress(iteration=1), say=lambda line: None,
+        fp8=build.fp8, progress=Progress(iteration=1),
     )  # fmt: skip
     reader = open_reader(tmp_path / "iter_0000001")
     foreign_state.check_vocabulary(reader, 64)
@@ -111,7 +112,7 @@ def test_moments_masters_and_steps_of_megatron_core(tmp_path):
     optimizer.step()
     save_checkpoint(
         config, ParallelState.single(), model=model, optimizer=optimizer, scheduler=None,
-        fp8=build.fp8, progress=Progress(iteration=1), say=lambda line: None,
+        fp8=build.fp8, progress=Progress(iteration=1),
     )  # fmt: skip
     as_megatron_writes(tmp_path / "ours" / "iter_0000001", tmp_path / "theirs")
     own = small_config(load=str(tmp_path / "theirs"), bf16=True, seed=99)

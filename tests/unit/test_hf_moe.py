@@ -10,11 +10,11 @@ from megatron.core.dist_checkpointing.schema import Stacking
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import ParallelState
 from megatron.training import hf_map
-from megatron.training.checkpointing import save_checkpoint
 from megatron.training.hf_config import fields_from_hf, hf_from_fields
 from megatron.training.hf_convert import MegatronSource
 from megatron.training.hf_rows import Place, every_tensor
 from megatron.training.progress import Progress
+from tests.saving import save_checkpoint
 from tests.small_models import LLAMA as LLAMA_LIKE
 from tests.small_models import build_model, small_config
 from tests.unit.test_hf_map import LLAMA

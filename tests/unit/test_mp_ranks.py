@@ -14,9 +14,10 @@ from megatron.core.dist_checkpointing import mp_ranks
 from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import ParallelState
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import load_checkpoint
 from megatron.training.megatron_convert import Target, convert
 from megatron.training.progress import Progress
+from tests.saving import save_checkpoint
 from tests.small_models import GQA, LLAMA, build_model, small_config, spread_weights
 from tools.checkpoint import convert as convert_tool
 
@@ -51,7 +52,6 @@ def originals(tmp_path_factory):
         save_checkpoint(
             config, ParallelState.single(), model=model, optimizer=None, scheduler=None,
             fp8=build.fp8, progress=Progress(iteration=9, consumed_train_samples=18),
-            say=lambda line: None,
         )  # fmt: skip
         made[name] = (root, config)
     return made

@@ -10,7 +10,6 @@ import torch
 
 from megatron.core.mesh import ParallelState
 from megatron.training import hf_files
-from megatron.training.checkpointing import save_checkpoint
 from megatron.training.hf_sources import HfSource, MegatronSource
 from megatron.training.perplexity import total_loss, windows
 from megatron.training.progress import Progress
@@ -18,6 +17,7 @@ from megatron.training.quantization.grid import Grid
 from megatron.training.quantization.packed import PackedSource, is_quantized
 from megatron.training.quantization.streaming import Batch, LayerStream, watch_inputs
 from megatron.training.quantization.streaming import run as run_part
+from tests.saving import save_checkpoint
 from tests.small_models import GQA, LLAMA, build_model, small_config, spread_weights
 from tools import quantize
 
@@ -51,7 +51,7 @@ def model(request, tmp_path_factory):
             router[4:] = 0.0
     save_checkpoint(
         config, ParallelState.single(), model=built, optimizer=None, scheduler=None,
-        fp8=build.fp8, progress=Progress(iteration=1), say=lambda line: None,
+        fp8=build.fp8, progress=Progress(iteration=1),
     )  # fmt: skip
     text = root / "text.txt"
     text.write_text(TEXT, encoding="utf-8")

@@ -13,9 +13,9 @@ import torch
 
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.mesh import ParallelState
-from megatron.training.checkpointing import save_checkpoint
 from megatron.training.progress import Progress
 from megatron.training.restore import restore
+from tests.saving import save_checkpoint
 from tests.small_models import LLAMA, build_model, small_config, spread_weights
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
