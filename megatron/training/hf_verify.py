@@ -21,7 +21,6 @@ from megatron.core.backends.native import NativeBackend
 from megatron.core.build import Build
 from megatron.core.dist_checkpointing import schema
 from megatron.core.dist_checkpointing.mp_reader import open_reader
-from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -116,7 +115,7 @@ def verify(
     Raises:
         CheckpointError: They differ; names the first tensor or the first part of the model.
     """
-    stored, other = MegatronSource(Reader(megatron), vocab_size), HfSource(huggingface)
+    stored, other = MegatronSource(open_reader(megatron), vocab_size), HfSource(huggingface)
     if fp8 is not None:
         _compare_codes(stored, other, DTYPES[dtype], fp8)
     else:

@@ -147,6 +147,17 @@ def test_round_trip_is_bitwise_and_logits_agree(tmp_path, capsys, name):
     assert reloaded.config.eos_token_id == 2
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_through_the_files_of_megatrons_ranks(tmp_path, name):
+    make_model(name, tmp_path / "hf")
+    sizes = ("--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "3")
+    assert run("hf", "torch", tmp_path / "hf", tmp_path / "ranks", *sizes) == 0
+    assert run("torch", "hf", tmp_path / "ranks", tmp_path / "back") == 0
+    before, after = state_of(tmp_path / "hf"), state_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
 def test_target_dtype(tmp_path, capsys):
     make_model("llama", tmp_path / "hf")
     assert run(
