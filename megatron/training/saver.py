@@ -183,6 +183,8 @@ class Saver:
             return io.Saving(root, iteration, found.tensors, found.blobs, peers, found.assets, care)
 
         saving = self._peers.attempt(begin) if care.alone else begin()
+        if care.retention is not None and good:
+            care.retention.protected.clear()  # once this one is complete, it is the last good one
         if still:
             saving.write_behind(None)
         elif cfg.async_save:

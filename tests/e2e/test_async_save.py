@@ -67,6 +67,13 @@ def test_what_is_written_is_the_state_of_the_moment(tmp_path, slow):
     assert sorted(os.listdir(tmp_path / "behind")) == sorted(os.listdir(tmp_path / "sync"))
 
 
+@pytest.mark.parametrize("behind", [[], ["--async-save"]], ids=["sync", "async"])
+def test_the_last_of_good_ones_is_enough(tmp_path, behind):
+    args = [*changed(MOCK, "--train-iters", 6, "--lr-decay-iters", 6), "--save", tmp_path]
+    accepted([*args, "--save-interval", "2", "--keep-last", "1", *behind])
+    assert {p.name for p in tmp_path.glob("iter_*")} == {"iter_0000006"}
+
+
 def test_a_writer_that_fails_ends_the_run_on_all_ranks(tmp_path, monkeypatch):
     write = ShareWriter._write
 

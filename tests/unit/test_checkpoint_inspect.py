@@ -204,6 +204,8 @@ def test_rename(trained, tmp_path, capsys):
         ("nowhere", "x"): "No key becomes another",
         ("(", "x"): "--map: got (",
         (r".*linear_fc\d\.weight$", "w"): "become w. A key names one tensor",
+        ("^output_layer.weight$|^embedding.word_embeddings.weight$", "common_state/shard_0_1"):
+            "A key names one tensor",
     }.items()):  # fmt: skip
         code, said = run(capsys, "rename", trained, tmp_path / str(number), "--map", *rule)
         assert code == 2

@@ -293,7 +293,9 @@ def rename(args: argparse.Namespace) -> int:
     """Write a new checkpoint whose tensors have other keys."""
     reader = open_reader(_find(args.directory, args.step))
     keys = [*reader.tensors, *(k for k in reader.blobs if "_extra_state/" in k)]
-    names = rewrite.renaming([(a, b) for a, b in args.map], keys)
+    names = rewrite.renaming(
+        [(a, b) for a, b in args.map], keys, [k for k in reader.blobs if k not in keys]
+    )
     saved = rewrite.copy(reader, args.output, lambda key: names.get(key, key))
     changed = {old: new for old, new in names.items() if old != new and old in reader.tensors}
     lines = [f"{old} -> {new}" for old, new in changed.items()]

@@ -29,7 +29,9 @@ _RNG_PREFIX = schema.RNG_KEY.partition("/")[0]
 _OWN_FILES = (INDEX_FILE, place.MANIFEST_FILE, place.MARKER_FILE, schema.COMMON_FILE)
 
 
-def renaming(rules: Sequence[tuple[str, str]], keys: Sequence[str]) -> dict[str, str]:
+def renaming(
+    rules: Sequence[tuple[str, str]], keys: Sequence[str], taken: Sequence[str] = ()
+) -> dict[str, str]:
     """Return old key -> new key, of model, optimizer and empty entries alike.
 
     FP8 state keeps its names: it belongs to layers, not to tensors.
@@ -37,6 +39,7 @@ def renaming(rules: Sequence[tuple[str, str]], keys: Sequence[str]) -> dict[str,
     Args:
         rules: Regular expression and replacement, applied one after the other.
         keys: Stored keys.
+        taken: Keys of entries that keep their names.
 
     Raises:
         CheckpointError: A pattern is none or matches nothing, or two keys become one.
@@ -59,7 +62,7 @@ def renaming(rules: Sequence[tuple[str, str]], keys: Sequence[str]) -> dict[str,
             raise CheckpointError(complaint("--map", f"{pattern} {replacement}", why, fix))
         names = changed
     by_new: dict[str, list[str]] = {}
-    for key, name in names.items():
+    for key, name in (*names.items(), *((key, key) for key in taken)):
         by_new.setdefault(name, []).append(key)
     twice = [f"{' and '.join(old)} become {new}" for new, old in by_new.items() if len(old) > 1]
     if twice:
