@@ -373,14 +373,8 @@ def test_masters_reach_a_run_in_fp32_unrounded(tmp_path):
             assert np.array_equal(value, expected[f"param.{name}"])
 
 
-def test_lines_that_people_look_for(tmp_path, capfd):
+def test_lines_that_people_look_for(tmp_path):
     run_ranks(save, 2, TP2, tmp_path)
-    saved = capfd.readouterr().out
-    assert f"saving checkpoint at iteration       7 to {tmp_path} in torch_dist format" in saved
-    assert (
-        f"successfully saved checkpoint from iteration       7 to {tmp_path} [ t 1/2, p 1/1 ]"
-        in (saved)
-    )
     first, second = run_ranks(load, 2, TP2, tmp_path)
     assert second["lines"] == []
     text = "\n".join(first["lines"])

@@ -70,7 +70,14 @@ def test_what_is_written_is_the_state_of_the_moment(tmp_path, slow):
 @pytest.mark.parametrize("behind", [[], ["--async-save"]], ids=["sync", "async"])
 def test_the_last_of_good_ones_is_enough(tmp_path, behind):
     args = [*changed(MOCK, "--train-iters", 6, "--lr-decay-iters", 6), "--save", tmp_path]
-    accepted([*args, "--save-interval", "2", "--keep-last", "1", *behind])
+    done = accepted([*args, "--save-interval", "2", "--keep-last", "1", *behind])
+    # Lines that people look for.
+    for n in (2, 4, 6):
+        begun = f"saving checkpoint at iteration {n:7d} to {tmp_path} in torch_dist format"
+        saved = (
+            f"successfully saved checkpoint from iteration {n:7d} to {tmp_path} [ t 1/1, p 1/1 ]"
+        )
+        assert (len(done.lines(begun)), len(done.lines(saved))) == (1, 1)
     assert {p.name for p in tmp_path.glob("iter_*")} == {"iter_0000006"}
 
 
