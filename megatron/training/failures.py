@@ -78,7 +78,7 @@ class Report:
         trace: TracebackType | None,
     ) -> bool:
         """Report an exception and swallow it; SystemExit passes."""
-        if not (isinstance(error, Exception) and _lost_contact(error)):
+        if not (isinstance(error, Exception) and lost_contact(error)):
             self.leave()
         if isinstance(error, BrokenPipeError) and output_is_closed():
             if self.launch.world_size > 1:
@@ -95,7 +95,7 @@ class Report:
             self._refuse(str(error))
         elif isinstance(error, MegatronError):
             self._fail(str(error))
-        elif _lost_contact(error):
+        elif lost_contact(error):
             self._lost(error)
             self.leave()
         elif _out_of_memory(error):
@@ -178,13 +178,16 @@ def _write(text: str) -> None:
     sys.stderr.flush()
 
 
-def _lost_contact(error: Exception) -> bool:
+def lost_contact(error: Exception) -> bool:
     """Return whether a collective failed because of another rank."""
     if isinstance(error, dist.DistError):
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and (
-        "gloo" in text or "Connection closed by peer" in text or "Timed out waiting" in text
+        "gloo" in text
+        or "Connection closed by peer" in text
+        or "Timed out waiting" in text
+        or "monitoredBarrier" in text
     )
 
 

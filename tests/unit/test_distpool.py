@@ -37,6 +37,24 @@ def test_a_dead_rank_is_reported():
         run_ranks(die, 2)
 
 
+def fail_late(rank, world, how):
+    if rank == 1:
+        dist.destroy_process_group()  # the other one notices, long before this one ends
+        time.sleep(0.5)
+        if how == "dies":
+            os._exit(7)
+        raise ValueError("broken on purpose")
+    dist.barrier()
+
+
+@pytest.mark.parametrize(("how", "said"), [("dies", "died, exit code 7"), ("raises", "of 2 ---")])
+def test_the_cause_is_shown_before_what_followed_from_it(how, said):
+    with pytest.raises(RankError, match=f"--- rank 1 {said}") as caught:
+        run_ranks(fail_late, 2, how, detail=False)
+    assert [rank for rank, _ in caught.value.failures] == [1, 0]
+    assert "gloo" in caught.value.failures[1][1]
+
+
 def sleep_forever(rank, world):
     time.sleep(600)
 

@@ -39,11 +39,14 @@ from megatron.core.fp8 import (
     NVFP4BlockScaling,
     linear,
 )
+from megatron.training.failures import lost_contact
 
 _fork = multiprocessing.get_context("fork")
 _COLLECTIVE_TIMEOUT_S = 30
-_GRACE_AFTER_FAILURE_S = 2.0  # a failing rank often takes others down: prefer its traceback
+_GRACE_AFTER_FAILURE_S = 2.0  # for others to say what happened to them
+_GRACE_FOR_CAUSE_S = 10.0  # as long as all that is known is that another rank went away
 _NO_RANK = -1
+_DONE, _FAILED, _LOST_CONTACT = "done", "failed", "lost contact"
 
 
 @functools.cache
@@ -58,10 +61,11 @@ def compile_kernels() -> None:
 
 
 class RankError(MegatronError):
-    """A rank failed, died or hung; the text shows the first traceback.
+    """A rank failed, died or hung; the text begins with the cause.
 
     Args:
-        failures: (rank, traceback or what else is known), in the order in which they came.
+        failures: (rank, traceback or what else is known): first the ranks with a problem of their
+            own, then those that only lost contact to one; each in the order in which they came.
 
     Attributes:
         failures: As above.
@@ -203,9 +207,11 @@ def _rank_main(
             )
             # A rank that is done at once must not leave while others still connect to it.
             dist.barrier()
-            outcome = (True, fn(rank, world_size, *args, **kwargs))
-        except BaseException:
-            outcome = (False, f"--- rank {rank} of {world_size} ---\n{traceback.format_exc()}")
+            outcome = (_DONE, fn(rank, world_size, *args, **kwargs))
+        except BaseException as error:
+            lost = isinstance(error, Exception) and lost_contact(error)
+            text = f"--- rank {rank} of {world_size} ---\n{traceback.format_exc()}"
+            outcome = (_LOST_CONTACT if lost else _FAILED, text)
         # Plain bytes: a tensor sent as such is shared memory that dies with this process.
         conn.send_bytes(pickle.dumps(outcome))
     finally:
@@ -224,36 +230,41 @@ def _print_to(path: Path) -> None:
 
 def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
-    failures: list[tuple[int, str]] = []
+    causes: list[tuple[int, str]] = []
+    consequences: list[tuple[int, str]] = []
     waiting: dict[Any, int] = {worker.answers: rank for rank, worker in enumerate(workers)}
     deadline = time.monotonic() + timeout
     while waiting:
         left = deadline - time.monotonic()
-        if failures:
+        if causes:
             left = min(left, _GRACE_AFTER_FAILURE_S)
+        elif consequences:
+            left = min(left, _GRACE_FOR_CAUSE_S)
         ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, left))
         if not ready:
-            if not failures:
-                failures.append((_NO_RANK, _hung(workers, sorted(waiting.values()), timeout)))
+            if not causes and not consequences:
+                causes.append((_NO_RANK, _hung(workers, sorted(waiting.values()), timeout)))
             break
         conn: Any
         for conn in ready:
             rank = waiting.pop(conn)
             worker = workers[rank]
             try:
-                good, value = pickle.loads(conn.recv_bytes())
+                state, value = pickle.loads(conn.recv_bytes())
             except EOFError:
-                worker.process.join(1)
+                worker.process.join(10)  # on a busy machine a process takes a while to be gone
                 code = worker.process.exitcode
                 text = f"--- rank {rank} died, exit code {code} ---{worker.printed()}"
-                failures.append((rank, text))
+                causes.append((rank, text))
                 continue
-            if good:
+            if state == _DONE:
                 results[rank] = value
+            elif state == _FAILED:
+                causes.append((rank, value + worker.printed()))
             else:
-                failures.append((rank, value + worker.printed()))
-    if failures:
-        raise RankError(failures)
+                consequences.append((rank, value + worker.printed()))
+    if causes or consequences:
+        raise RankError(causes + consequences)
     return [results[rank] for rank in range(len(workers))]
 
 
