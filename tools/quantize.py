@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError
 from megatron.config.problems import Problem
-from megatron.config.tool_flags import ToolParser, run_tool
+from megatron.config.tool_flags import ToolParser, add_tokenizer_flags, run_tool
 from megatron.core.datasets.tokenizers import (
-    TOKENIZER_TYPES,
     Tokenizer,
     TokenizerOptions,
     build_tokenizer,
@@ -52,7 +51,6 @@ _GROUP_SIZE, _DAMPING, _SAMPLES = 128, 0.01, 128
 _LONGEST = 2048  # tokens of a window, unless --seq-length says otherwise
 _CALIBRATION = ("act_order", "damping", "calibration_samples", "calibration_text",
                 "calibration_data_path")  # fmt: skip
-_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 REPORT = "quantization_report.json"
 
 
@@ -80,11 +78,7 @@ def make_parser() -> ToolParser:
     _add_texts(p)
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     p.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    group = p.add_argument_group("tokenizer (default: what the model brings along)")
-    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES)
-    group.add_argument("--tokenizer-model")
-    group.add_argument("--vocab-file")
-    group.add_argument("--merge-file")
+    add_tokenizer_flags(p.add_argument_group("tokenizer (default: what the model brings along)"))
     return p
 
 
@@ -201,9 +195,9 @@ def tokenizer_for(args: argparse.Namespace, source: Model) -> Tokenizer:
     Raises:
         DataError: There is none.
     """
-    given = {name: getattr(args, name) for name in _TOKENIZER if getattr(args, name) is not None}
-    if given:
-        return build_tokenizer(TokenizerOptions(**given))
+    given = TokenizerOptions.of(args)
+    if given != TokenizerOptions():
+        return build_tokenizer(given)
     files = source.tokenizer
     if "tokenizer.json" in files:
         kind, model = "HuggingFaceTokenizer", str(files["tokenizer.json"].parent)
