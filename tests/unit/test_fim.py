@@ -143,7 +143,9 @@ def test_undoing_it_gives_the_text(home, read):
             forms.append(form)
             whole = [number for part in parts for number in part]
             assert tokenizer.detokenize(whole) == tokenizer.detokenize(old)
-            broken += tokenizer.detokenize(old).startswith("\ufffd")
+            if tokenizer.detokenize(old).startswith("\ufffd"):
+                broken += 1
+                assert whole[0] == old[0]  # a part of a character, not the sign for one
     assert forms.count("psm") > 50
     assert forms.count("spm") > 50
     assert broken or read is pieces_of
