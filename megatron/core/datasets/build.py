@@ -18,6 +18,7 @@ from megatron.core.datasets.blend import (
     parse_blend,
     with_surplus,
 )
+from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.gpt import (
     MOCK_SPLIT,
     Corpus,
@@ -130,7 +131,8 @@ def sample_config(config: RunConfig, tokenizer: Tokenizer, planned: bool) -> Sam
     """Return what shapes the samples of a run.
 
     Raises:
-        DataError: An option about ends of documents, and the tokenizer marks none.
+        DataError: An option about ends of documents, and the tokenizer marks none; or it lacks
+            tokens for fill-in-the-middle.
     """
     for flag, given in (
         ("--eod-mask-loss", config.eod_mask_loss),
@@ -150,6 +152,7 @@ def sample_config(config: RunConfig, tokenizer: Tokenizer, planned: bool) -> Sam
         eod_mask_loss=config.eod_mask_loss,
         reset_position_ids=config.reset_position_ids,
         reset_attention_mask=config.reset_attention_mask,
+        fim=FillInTheMiddle(tokenizer, config.fim) if config.fim_data else None,
         planned=planned,
     )
 
