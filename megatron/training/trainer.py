@@ -11,7 +11,7 @@ from megatron.config import RunConfig
 from megatron.core.datasets.cache import decisions
 from megatron.core.datasets.mixed import Ledger
 from megatron.core.datasets.source import Source, Sources
-from megatron.core.errors import TrainingError, complaint
+from megatron.core.errors import TrainingError, complaint, on_every_rank
 from megatron.core.fp8 import PrecisionRow
 from megatron.core.mesh import MeshSizes
 from megatron.observe.bus import Bus
@@ -381,17 +381,16 @@ class Trainer:
         self._saver.finish()
         what = "loss" if not outcome.loss_is_finite else "gradient norm"
         last = self._saver.last_good
-        raise TrainingError(
-            complaint(
-                what,
-                "nan or inf",
-                f"Iterations {self.progress.iteration - MAX_BAD_STEPS + 1} to "
-                f"{self.progress.iteration} were not finite and were skipped. "
-                f"Last good checkpoint: {last or 'none'}",
-                f"{'Resume from it' if last else 'Start again'} with a lower learning rate or "
-                "another precision",
-            )
+        text = complaint(
+            what,
+            "nan or inf",
+            f"Iterations {self.progress.iteration - MAX_BAD_STEPS + 1} to "
+            f"{self.progress.iteration} were not finite and were skipped. "
+            f"Last good checkpoint: {last or 'none'}",
+            f"{'Resume from it' if last else 'Start again'} with a lower learning rate or "
+            "another precision",
         )
+        raise on_every_rank(TrainingError(text))
 
     def _evaluate_valid(self, sources: Sources, prefix: str, watch: ExitWatch) -> None:
         """Evaluate the validation sets and show the results."""
