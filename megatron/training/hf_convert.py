@@ -75,10 +75,12 @@ def write_huggingface(
             config["quantization_config"] = fp8.config()
         for name, path in source.tokenizer.items():
             shutil.copyfile(path, tmp / name)
-        _write_json(tmp / "config.json", config)
+        hf_files.write_json(tmp / "config.json", config)
         if not (tmp / "generation_config.json").exists():
             special = {n: config[n] for n in SPECIAL_TOKENS if config.get(n) is not None}
-            _write_json(tmp / "generation_config.json", {"_from_model_config": True, **special})
+            hf_files.write_json(
+                tmp / "generation_config.json", {"_from_model_config": True, **special}
+            )
         if check is not None:
             check(tmp)
     return save
@@ -118,10 +120,6 @@ def planned_tensors(
 
 def _part(made: Callable[[], Sequence[Tensor]], number: int) -> Tensor:
     return made()[number]
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def write_megatron(source: Source, save: Path, dtype: str, check: Check | None = None) -> Path:
