@@ -34,6 +34,7 @@ from megatron.training import (
     megatron_entries,
     random_state,
 )
+from megatron.training.descriptions import Descriptions
 from megatron.training.progress import Progress
 from megatron.training.residual_entries import PREFIX as RESIDUAL_PREFIX
 from megatron.training.residual_entries import Residual
@@ -48,6 +49,10 @@ class Optimizer(Protocol):
 
     def named_state(self) -> Any:
         """Yield (parameter name, kind -> local tensor), to be read."""
+
+    @property
+    def lends_copies(self) -> bool:
+        """Whether some tensors of ``named_state`` are made anew each time."""
 
     def loadable_state(self) -> Any:
         """Yield the same to be written into."""
@@ -126,6 +131,7 @@ def collect(
     residual: Residual | None = None,
     guards: Stateful | None = None,
     alone: bool = False,
+    described: Descriptions | None = None,
 ) -> Entries:
     """Describe the run's present state as entries of a checkpoint. Every rank calls this.
 
@@ -143,16 +149,17 @@ def collect(
         residual: What FP8 gradient reductions keep, None without.
         guards: What watches over the run, None without; plain values, the same on every rank.
         alone: Whether each rank keeps its own checkpoint, with the entry that all share.
+        described: What is kept from save to save, by default nothing.
     """
     peers = Peers(mesh.world)
     bare = _bare(model)
     stacking = checkpoint_config.stacking_of(cfg)
+    described = described or Descriptions()
     in_fp8 = optimizer.fp8_values() if optimizer is not None else {}
-    tensors = schema.model_state(bare, mesh, stacking, in_fp8)
-    blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
+    tensors, empty = described.model(bare, mesh, stacking, in_fp8)
+    blobs = dict.fromkeys(empty, plain.dump_nothing())
     if optimizer is not None and not cfg.no_save_optim:
-        named, owned = optimizer.named_state(), optimizer.owned_ranges
-        tensors.update(schema.optimizer_state(named, bare, mesh, stacking, owned))
+        tensors.update(described.optimizer(optimizer, bare, mesh, stacking))
     kept = residual.save(stacking) if residual is not None else {}
     tensors.update({} if cfg.no_save_optim else kept)
     places = fp8_entries.Places.of(cfg, mesh)

@@ -891,6 +891,7 @@ def test_rules_are_listed_by_subject():
         "stats",
         "data",
         "mix",
+        "fim",
         "saving",
     ]
     assert len(list(dict.fromkeys(modules))) == len(
