@@ -1,7 +1,7 @@
 """``PREFIX.meta.json``: which tokenizer a corpus was written with.
 
-Nothing needs it to read a corpus, and Megatron-LM knows no such file. Where it is there, a corpus of
-another vocabulary is found before it is mixed with others or trained on.
+Nothing needs it to read a corpus, and Megatron-LM knows no such file. Where it is there, a corpus
+of another vocabulary is found before it is mixed with others or trained on.
 """
 
 from __future__ import annotations
