@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 
 import numpy as np
 import pytest
@@ -114,15 +115,18 @@ def test_a_missing_file_on_one_rank_stops_all(tmp_path):
     said = run_ranks(failure, 2, cfgs)
     assert "rank 1 cannot read the data" in said[0]
     assert all("missing.idx does not exist" in text for text in said)
+    assert time.monotonic() - begun < 120  # the time limit of a collective is longer
 
 
-def race(path, cache_path, locks, start, results):
+def race(path, cache_path, start, building, results):
     build = GPTDataset._build
 
     def counted(self):
         results.put("built")
-        if not locks:
-            start.wait(120)  # until all of them build
+        if building is None:
+            time.sleep(0.3)
+        else:
+            building.wait(120)  # all have begun before one is done
         return build(self)
 
     GPTDataset._build = counted
@@ -139,8 +143,9 @@ def test_racing_processes_build_one_cache(tmp_path, locks, monkeypatch):
         monkeypatch.setattr(cache.fcntl, "flock", no_locks)
     context = multiprocessing.get_context("fork")
     path, results, start = corpus(tmp_path), context.Queue(), context.Barrier(3)
+    building = None if locks else context.Barrier(3)
     processes = [
-        context.Process(target=race, args=(path, tmp_path / "cache", locks, start, results))
+        context.Process(target=race, args=(path, tmp_path / "cache", start, building, results))
         for _ in range(3)
     ]
     for process in processes:
