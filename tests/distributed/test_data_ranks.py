@@ -112,6 +112,7 @@ def test_equal_copies_at_different_places_are_accepted(tmp_path):
 def test_a_missing_file_on_one_rank_stops_all(tmp_path):
     paths = [corpus(tmp_path / "a"), str(tmp_path / "missing")]
     cfgs = [config(path, tmp_path / "cache") for path in paths]
+    begun = time.monotonic()
     said = run_ranks(failure, 2, cfgs)
     assert "rank 1 cannot read the data" in said[0]
     assert all("missing.idx does not exist" in text for text in said)
