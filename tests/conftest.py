@@ -7,6 +7,8 @@ import os
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch looks up the name of whoever connects to its store; a lost answer costs 5 s otherwise.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 import pytest
 import torch

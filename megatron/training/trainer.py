@@ -27,6 +27,7 @@ from megatron.observe.lines import stamp
 from megatron.observe.sinks import build_sinks
 from megatron.training import fp8_watch, precision
 from megatron.training.checkpointing import Entries, collect, load_checkpoint
+from megatron.training.descriptions import Descriptions
 from megatron.training.flops import flops_per_iteration
 from megatron.training.guards import Guards
 from megatron.training.initialize import Runtime
@@ -79,6 +80,7 @@ class Trainer:
         for incident in incidents:
             self.bus.emit(incident)
         self._saver = Saver(self._runtime, self._entries, self.bus)
+        self._described = Descriptions()
 
     @property
     def parts(self) -> Parts:
@@ -175,6 +177,7 @@ class Trainer:
         self._ledger = sources.ledger
         self._describe_data(sources)
         self._stamp("after dataloaders are built")
+        self._saver.prepare()
         self._say("done with setup ...")
         return sources
 
@@ -461,6 +464,7 @@ class Trainer:
             residual=parts.residual(self.config, self.mesh),
             guards=self.guards,
             alone=alone,
+            described=self._described,
         )
 
     def _leave_early(self, reason: str, watch: ExitWatch) -> None:

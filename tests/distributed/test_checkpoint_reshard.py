@@ -100,6 +100,8 @@ class Moments:
     def named_state(self):
         return iter(self.state.items())
 
+    lends_copies = False
+
     def loadable_state(self):
         return self.named_state()
 

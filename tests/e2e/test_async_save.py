@@ -28,7 +28,7 @@ def writers_wait(monkeypatch, wait):
 
     def late(self):
         wait()
-        write(self)
+        return write(self)
 
     monkeypatch.setattr(ShareWriter, "_write", late)
 
@@ -97,7 +97,7 @@ def test_a_writer_that_fails_ends_the_run_on_all_ranks(tmp_path, monkeypatch):
     def full(self):
         if os.environ["RANK"] == "1":
             raise OSError(28, "No space left on device")
-        write(self)
+        return write(self)
 
     monkeypatch.setattr(ShareWriter, "_write", full)
     args = [*MOCK, *LONG, "--save", tmp_path, "--save-interval", "2", "--async-save"]

@@ -37,6 +37,10 @@ class Peers:
         """Return every rank's value, in rank order, on every rank."""
         return gather_objects(value, self._axis)
 
+    def gather_to_first(self, value: T) -> list[T] | None:
+        """Return every rank's value, in rank order, on the first rank, None on the others."""
+        return [value] if self.size == 1 else wire.gather_to_first(value, self._axis)
+
     def agree(self, problem: str | None) -> None:
         """Raise the first problem that any rank has on all of them.
 
@@ -76,7 +80,7 @@ class Peers:
         """
         if self.size == 1:
             return self.decide(lambda: work([value])[0])
-        values = wire.gather_to_first(value, self._axis)
+        values = self.gather_to_first(value)
         outcomes: list[tuple[U | None, str | None]] | None = None
         if values is not None:
             try:
