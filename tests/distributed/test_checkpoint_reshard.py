@@ -173,7 +173,8 @@ def config(root, **fields):
         "num_layers": 3, "no_save_optim": False, "no_save_rng": False, "no_load_optim": False,
         "no_load_rng": False, "finetune": False, "exit_on_missing_checkpoint": False,
         "fp8_amax_reduction": "tp-cp-dp", "num_experts": EXPERTS, "moe_layer_freq": "1",
-        "non_persistent_ckpt_type": None, "no_ckpt_fallback": False, **fields,
+        "non_persistent_ckpt_type": None, "no_ckpt_fallback": False,
+        "ckpt_fully_parallel_load": False, **fields,
     }  # fmt: skip
     names = ("num_layers", "hidden_size", "vocab_size", "num_experts")
     plain = {k: values.get(k) for k in names}

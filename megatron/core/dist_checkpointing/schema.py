@@ -283,6 +283,11 @@ def is_model_key(key: str) -> bool:
     return not key.startswith((OPTIMIZER_PREFIX, FP8_PREFIX)) and "/" not in key
 
 
+def is_expert_key(key: str) -> bool:
+    """Whether a stored tensor, or optimizer state of one, belongs to experts."""
+    return ".experts.experts." in key
+
+
 @dataclass(frozen=True)
 class Mismatch:
     """How the tensors a run needs differ from those a checkpoint holds."""
