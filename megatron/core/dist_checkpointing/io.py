@@ -285,7 +285,7 @@ def _open(directory: Path) -> Reader:
         reader = open_reader(directory)
     except UnusableCheckpointError as error:
         raise CheckpointError(place.damage(directory, [error.problem])) from error
-    missing = sorted(n for n in reader.files() if not (directory / n).is_file())
+    missing = sorted(reader.files() - place.sizes_of(directory, reader.files()).keys())
     if missing:
         problems = [f"{directory / n} is missing" for n in missing]
         raise CheckpointError(place.damage(directory, problems))

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.core.dist_checkpointing import mp_ranks, safe_pickle
 from megatron.core.dist_checkpointing.chunks import misplaced
 from megatron.core.dist_checkpointing.storage import INDEX_FILE, Reader
+from megatron.core.dist_checkpointing.store import StorePath
 from megatron.core.errors import UnusableCheckpointError
 
 VERSION = 3.0
@@ -46,6 +47,12 @@ def open_reader(directory: Path) -> Reader:
         CheckpointError: It cannot be read; says why.
     """
     if not (directory / INDEX_FILE).is_file() and mp_ranks.is_one(directory):
+        if isinstance(directory, StorePath):
+            raise UnusableCheckpointError(
+                f"{directory}: its files of ranks (the older torch format) are mapped into memory, "
+                "which a store cannot do",
+                fix="Copy it to a disk",
+            )
         return RankFilesReader(directory)
     return Reader(directory)
 

@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.storage import (
     PlainPlanner,
     checksum,
 )
+from megatron.core.dist_checkpointing.store import StorePath, persistently
 from megatron.core.errors import CheckpointError, complaint
 
 # The writer yields the processor to the run, like a program started with `nice`.
@@ -156,7 +157,7 @@ class ShareWriter:
     def run(self) -> None:
         """Write; what goes wrong becomes `problem`."""
         try:
-            self._write()
+            persistently(self._write, self._tmp)
         except OSError as error:
             self.problem = place.describe(error)
         except Exception as error:  # a writer that fails is the same error on all ranks
@@ -192,7 +193,8 @@ def check_written(folder: Path, records: Mapping[str, FileRecord]) -> None:
         CheckpointError: They differ.
     """
     for name, record in records.items():
-        _forget_cached(folder / name)
+        if not isinstance(folder, StorePath):
+            _forget_cached(folder / name)
         if checksum(folder / name) != record:
             raise CheckpointError(
                 f"{folder / name} has other content than was written (--verify-checkpoint)"
