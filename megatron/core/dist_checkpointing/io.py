@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.storage import (
     PlainPlanner,
     Reader,
 )
+from megatron.core.dist_checkpointing.store import persistently
 from megatron.core.dist_checkpointing.writing import HostBuffers, ShareWriter
 from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 
@@ -245,7 +246,8 @@ class Saving:
         if self._metadata is None:
             raise CheckpointError(_save_failure(self._root, self._needed, "it has no plan"))
         writer = ChecksumWriter(self._tmp)
-        writer.finish(self._metadata, [share.results for share in shares])
+        metadata, results = self._metadata, [share.results for share in shares]
+        persistently(lambda: writer.finish(metadata, results), self._tmp)
         records = dict(writer.records)
         for share in shares:
             records.update(share.records)

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing import mp_ranks, safe_pickle
 from megatron.core.dist_checkpointing.chunks import misplaced
 from megatron.core.dist_checkpointing.storage import INDEX_FILE, Reader
 from megatron.core.dist_checkpointing.store import StorePath
-from megatron.core.errors import UnusableCheckpointError
+from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 
 VERSION = 3.0
 _SHOWN = 4
@@ -48,11 +48,8 @@ def open_reader(directory: Path) -> Reader:
     """
     if not (directory / INDEX_FILE).is_file() and mp_ranks.is_one(directory):
         if isinstance(directory, StorePath):
-            raise UnusableCheckpointError(
-                f"{directory}: its files of ranks (the older torch format) are mapped into memory, "
-                "which a store cannot do",
-                fix="Copy it to a disk",
-            )
+            why = "Files of ranks (the older torch format) are mapped into memory from a disk"
+            raise CheckpointError(complaint("--load", directory, why, "Copy it to one"))
         return RankFilesReader(directory)
     return Reader(directory)
 

@@ -305,9 +305,12 @@ class _Upload(io.RawIOBase):
     """An object that is written into a store piece by piece, and there once this is closed."""
 
     def __init__(self, path: StorePath) -> None:
-        files, key = path.reach()
         self._path = path
-        self._file = persistently(lambda: files.open(key, "wb"), path)
+        files, key = path.reach()
+        try:
+            self._file = files.open(key, "wb")
+        except Exception as error:  # of whatever kind: the package of a protocol has its own
+            raise _as_os_error(error, path) from error
 
     def writable(self) -> bool:
         return True
