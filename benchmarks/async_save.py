@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.shard import Sharded  # noqa: E402
 from megatron.core.dist_checkpointing.writing import HostBuffers  # noqa: E402
 from megatron.observe.bus import Bus  # noqa: E402
 from megatron.training.checkpointing import Entries, collect  # noqa: E402
+from megatron.training.descriptions import Descriptions  # noqa: E402
 from megatron.training.initialize import Launch, start  # noqa: E402
 from megatron.training.parity.source import SyntheticSource  # noqa: E402
 from megatron.training.progress import Progress  # noqa: E402
@@ -52,10 +53,13 @@ def build(
     parts = setup_model(cfg, runtime)
     bus = Bus([], log_interval=1000, world=runtime.mesh.world, device=runtime.device)
 
+    described = Descriptions()
+
     def entries(alone: bool) -> Entries:
         return collect(
             cfg, runtime.mesh, model=parts.model, optimizer=parts.optimizer,
             scheduler=parts.scheduler, fp8=parts.fp8, progress=Progress(), alone=alone,
+            described=described,
         )  # fmt: skip
 
     saver = Saver(runtime, entries, bus, buffers)

@@ -38,6 +38,7 @@ def state(value):
 
 def _save_on_and_on(root, first, same, behind, keep, report):
     buffers, iteration = HostBuffers(), first
+    os.write(report, b"\n")  # from here on a kill hits a save
     care = io.Care(retention=Retention(root, keep) if keep else None)
     while True:
         tensors = state(iteration if not same else first + (iteration - first) / 1000)
@@ -77,6 +78,7 @@ def saves(root, rounds, same=False, behind=False, keep=0, seed=0) -> Iterator[tu
             os.close(reader)
             _save_on_and_on(root, newest + 1, same, behind, keep, writer)
         os.close(writer)
+        assert os.read(reader, 1) == b"\n"
         time.sleep(rng.uniform(0.002, 0.05))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -46,7 +46,7 @@ BASE: dict[str, Any] = {
 
 
 def run_layout(
-    fields: dict[str, Any], world_size: int = 1, steps: int = 1, timeout: float = 120
+    fields: dict[str, Any], world_size: int = 1, steps: int = 1, timeout: float = 180
 ) -> list[Outcome]:
     """Train `steps` steps of `BASE` changed by `fields` on `world_size` ranks.
 

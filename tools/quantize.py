@@ -37,7 +37,7 @@ from megatron.core.datasets.tokenizers import (
 )
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.observe.lines import perplexity
-from megatron.training import hf_convert
+from megatron.training import hf_convert, hf_files
 from megatron.training.hf_sources import HfSource, MegatronSource, Source
 from megatron.training.perplexity import read_corpus, read_text, windows
 from megatron.training.quantization import packed
@@ -333,7 +333,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "weights": written.to_dict()["weights"],
         "perplexity": _compared(args, source, grid, device, held_out) if held_out else {},
     }
-    packed.write_json(args.save_dir / REPORT, report)
+    hf_files.write_json(args.save_dir / REPORT, report)
     return report
 
 

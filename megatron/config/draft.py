@@ -150,7 +150,7 @@ def _derive_shape(c: Draft) -> None:
         else:
             # Whoever builds the model takes its shape from there.
             c.values["use_checkpoint_args"] = True
-            if c.lr is None and not c.override_opt_param_scheduler:
+            if c.lr is None and not (c.override_opt_param_scheduler or c.finetune):
                 c.values["use_checkpoint_opt_param_scheduler"] = True
             c.notices.append(
                 f"no model size was given: using that of the checkpoint in {c.load}; if there is"

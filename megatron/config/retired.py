@@ -256,7 +256,7 @@ REFUSED_PATTERNS: tuple[tuple[str, str, str], ...] = (
         "",
     ),
     (
-        r"fim-|sft|retro-|ict-|bert-|biencoder|dino-|vision-|img-|swin|titles|evidence|retriever|block-data"
+        r"sft|retro-|ict-|bert-|biencoder|dino-|vision-|img-|swin|titles|evidence|retriever|block-data"
         r"|indexer|patch-dim|num-classes|num-channels|mask-|query-in",
         "Training other than GPT pretraining is",
         "",

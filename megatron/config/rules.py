@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config import (
     rules_batch,
     rules_data,
+    rules_fim,
     rules_fp8,
     rules_fp8_attention,
     rules_fp8_stats,
@@ -41,6 +42,7 @@ _LISTED = (
     rules_fp8_stats,
     rules_data,
     rules_mix,
+    rules_fim,
     rules_saving,
 )
 _MODULES = [m.__name__ for m in _LISTED]

@@ -140,6 +140,18 @@ def one_schedule_wins(c: Draft) -> Iterator[Problem]:
 
 
 @rule
+def fine_tuning_has_its_own_schedule(c: Draft) -> Iterator[Problem]:
+    """Fine-tuning starts at step 0, with a schedule of its own."""
+    if c.finetune and c.use_checkpoint_opt_param_scheduler:
+        yield Problem(
+            (flag_of("use_checkpoint_opt_param_scheduler"), "--finetune"),
+            "both",
+            "One continues the checkpoint's schedule and the other starts a new one",
+            "Remove one of them",
+        )
+
+
+@rule
 def wandb_run_is_named(c: Draft) -> Iterator[Problem]:
     """Weights & Biases needs a project and a run name together."""
     if c.wandb_project and not c.wandb_exp_name:

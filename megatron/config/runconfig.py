@@ -12,6 +12,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.data_mix import DataMixConfig
 from megatron.config.draft import Draft, derive
+from megatron.config.fim import FimConfig
 from megatron.config.fp8 import Fp8Config
 from megatron.config.fp8_attention import Fp8AttentionConfig
 from megatron.config.fp8_dp import Fp8ReplicasConfig
@@ -54,6 +55,7 @@ class RunConfig:
     batch_size: BatchSizeConfig
     data: DataConfig
     data_mix: DataMixConfig
+    fim: FimConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     run: RuntimeConfig

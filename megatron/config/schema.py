@@ -7,6 +7,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.data_mix import DataMixConfig
 from megatron.config.field import Spec, specs_of
+from megatron.config.fim import FimConfig
 from megatron.config.fp8 import Fp8Config
 from megatron.config.fp8_attention import Fp8AttentionConfig
 from megatron.config.fp8_dp import Fp8ReplicasConfig
@@ -32,6 +33,7 @@ SECTIONS: dict[str, type] = {
     "batch_size": BatchSizeConfig,
     "data": DataConfig,
     "data_mix": DataMixConfig,
+    "fim": FimConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
     "run": RuntimeConfig,

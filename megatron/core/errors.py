@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 
 class MegatronError(Exception):
-    """Base class of every error the project raises on purpose."""
+    """Base class of every error the project raises on purpose.
+
+    Attributes:
+        shared: Whether every rank raises it at the same place. Then one message is for all.
+    """
+
+    shared = False
+
+
+E = TypeVar("E", bound=MegatronError)
+
+
+def on_every_rank(error: E) -> E:
+    """Mark an error that every rank raises, and return it."""
+    error.shared = True
+    return error
 
 
 class BackendUnavailable(MegatronError):  # noqa: N818 - says what is the case, without "Error"

@@ -69,7 +69,7 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype in FP8_DTYPES else x
 
 
-def _moves(kind: str, axis: Axis, x: torch.Tensor, part: str) -> bool:
+def _moves(kind: str, axis: Axis, x: torch.Tensor, part: str = "") -> bool:
     """Note a transfer; return whether anything is to move."""
     return note(kind, axis, x.numel() * x.element_size(), part)
 
@@ -148,38 +148,31 @@ def all_to_all(
     return work or _DONE
 
 
-def broadcast(x: torch.Tensor, axis: Axis, src: int, *, part: str = "") -> None:
+def broadcast(x: torch.Tensor, axis: Axis, src: int) -> None:
     """Overwrite `x` with the value of index `src` of the axis."""
-    if _moves("broadcast", axis, x, part):
+    if _moves("broadcast", axis, x):
         dist.broadcast(as_bytes(x), src=axis.ranks[src], group=axis.group)
 
 
-def send(x: torch.Tensor, axis: Axis, to: int, *, part: str = "") -> Pending:
+def send(x: torch.Tensor, axis: Axis, to: int) -> Pending:
     """Start to send the contiguous `x` to the global rank `to`."""
-    if not _moves("send", axis, x, part):
+    if not _moves("send", axis, x):
         return _DONE
     return dist.isend(x, dst=to, group=axis.group) or _DONE
 
 
-def receive(x: torch.Tensor, axis: Axis, source: int, *, part: str = "") -> Pending:
+def receive(x: torch.Tensor, axis: Axis, source: int) -> Pending:
     """Start to receive the contiguous `x` from the global rank `source`."""
-    if not _moves("recv", axis, x, part):
+    if not _moves("recv", axis, x):
         return _DONE
     return dist.irecv(x, src=source, group=axis.group) or _DONE
 
 
 def exchange(
-    x: torch.Tensor,
-    arriving: torch.Tensor,
-    axis: Axis,
-    to: int,
-    source: int,
-    *,
-    tag: int = 0,
-    part: str = "",
+    x: torch.Tensor, arriving: torch.Tensor, axis: Axis, to: int, source: int, tag: int = 0
 ) -> Sequence[Pending]:
     """Start to send `x` to one global rank and to receive `arriving` from another, as one."""
-    moves = [_moves(kind, axis, t, part) for kind, t in (("send", x), ("recv", arriving))]
+    moves = [_moves(kind, axis, t) for kind, t in (("send", x), ("recv", arriving))]
     return _exchange(x, arriving, axis, to, source, tag) if all(moves) else ()
 
 
@@ -249,9 +242,9 @@ def scatter_from_first(values: list[Any] | None, axis: Axis) -> Any:
     return own[0]
 
 
-def broadcast_object(value: Any, axis: Axis, src: int = 0) -> Any:
-    """Return the picklable value of index `src` of the axis. Not noted."""
+def broadcast_object(value: Any, axis: Axis) -> Any:
+    """Return the picklable value of the first rank. Not noted."""
     values = [value]
     if not isinstance(axis.group, PaperGroup):
-        dist.broadcast_object_list(values, src=axis.ranks[src], group=axis.group)
+        dist.broadcast_object_list(values, src=axis.ranks[0], group=axis.group)
     return values[0]

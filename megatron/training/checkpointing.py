@@ -34,9 +34,11 @@ from megatron.training import (
     fp8_entries,
     random_state,
 )
+from megatron.training.descriptions import Descriptions
 from megatron.training.progress import Progress
 from megatron.training.residual_entries import PREFIX as RESIDUAL_PREFIX
 from megatron.training.residual_entries import Residual
+from megatron.training.schedule_entries import load_schedule
 
 Say = Callable[[str], None]
 CHECKPOINT_VERSION = 3.0
@@ -47,6 +49,10 @@ class Optimizer(Protocol):
 
     def named_state(self) -> Any:
         """Yield (parameter name, kind -> local tensor), to be read."""
+
+    @property
+    def lends_copies(self) -> bool:
+        """Whether some tensors of ``named_state`` are made anew each time."""
 
     def loadable_state(self) -> Any:
         """Yield the same to be written into."""
@@ -125,6 +131,7 @@ def collect(
     residual: Residual | None = None,
     guards: Stateful | None = None,
     alone: bool = False,
+    described: Descriptions | None = None,
 ) -> Entries:
     """Describe the run's present state as entries of a checkpoint. Every rank calls this.
 
@@ -142,16 +149,17 @@ def collect(
         residual: What FP8 gradient reductions keep, None without.
         guards: What watches over the run, None without; plain values, the same on every rank.
         alone: Whether each rank keeps its own checkpoint, with the entry that all share.
+        described: What is kept from save to save, by default nothing.
     """
     peers = Peers(mesh.world)
     bare = _bare(model)
     stacking = checkpoint_config.stacking_of(cfg)
+    described = described or Descriptions()
     in_fp8 = optimizer.fp8_values() if optimizer is not None else {}
-    tensors = schema.model_state(bare, mesh, stacking, in_fp8)
-    blobs = dict.fromkeys(schema.extra_state_keys(tensors), plain.dump_nothing())
+    tensors, empty = described.model(bare, mesh, stacking, in_fp8)
+    blobs = dict.fromkeys(empty, plain.dump_nothing())
     if optimizer is not None and not cfg.no_save_optim:
-        named, owned = optimizer.named_state(), optimizer.owned_ranges
-        tensors.update(schema.optimizer_state(named, bare, mesh, stacking, owned))
+        tensors.update(described.optimizer(optimizer, bare, mesh, stacking))
     kept = residual.save(stacking) if residual is not None else {}
     tensors.update({} if cfg.no_save_optim else kept)
     places = fp8_entries.Places.of(cfg, mesh)
@@ -325,14 +333,20 @@ def load_checkpoint(
         loading.note(note)
     _load_weights(loading, _bare(model), optimizer)
     if not weights_only:
-        progress.update(counters_of(common))
-    peers.attempt(lambda: _load_schedule(loading, optimizer, scheduler))
+        progress.update(peers.attempt(lambda: counters_of(common, reader.directory)))
+    if not weights_only:
+        where = reader.directory
+        peers.attempt(lambda: load_schedule(cfg, common, where, optimizer, scheduler, loading.note))
+    elif cfg.use_checkpoint_opt_param_scheduler:
+        loading.note("  NOTE: the schedule starts anew: a converted checkpoint has none")
     for sentence in _of_all_ranks(peers, peers.attempt(lambda: _load_fp8(loading, fp8))):
         loading.note(sentence)
     peers.attempt(lambda: _load_residual(loading, residual))
     if guards is not None and not weights_only:
         guards.load_state_dict(common.get("guards") or {})
     peers.attempt(lambda: _load_random_state(loading))
+    for line in [] if weights_only else foreign_state.left_out(common, reader.blobs, cfg):
+        loading.note(line)
     loading.note(
         f"  successfully loaded checkpoint from {opened.place} "
         f"[ t {mesh.tp.rank + 1}/{mesh.tp.size}, p {mesh.pp.rank + 1}/{mesh.pp.size} ] "
@@ -401,17 +415,15 @@ def with_checkpoint_args(cfg: RunConfig) -> RunConfig:
     return cfg
 
 
-def counters_of(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counters of a checkpoint, for `Progress.update`; Megatron-Core's has some."""
+def counters_of(common: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the counters of a checkpoint, for `Progress.update`; Megatron-Core's has some.
+
+    Raises:
+        CheckpointError: Its place in the data is not known.
+    """
     if common.get("progress"):
         return dict(common["progress"])
-    args = vars(common["args"]) if isinstance(common.get("args"), argparse.Namespace) else {}
-    names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-    return {
-        "iteration": common.get("iteration", 0),
-        "floating_point_operations_so_far": common.get("num_floating_point_operations_so_far", 0),
-        **{n: args[n] for n in names if isinstance(args.get(n), int)},
-    }
+    return foreign_state.counters(common, directory)
 
 
 def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -471,23 +483,6 @@ def _check_tensors(
             hint or "Load a checkpoint of this model",
         )
     loading.peers.agree(problem)
-
-
-def _load_schedule(
-    loading: _Loading, optimizer: Optimizer | None, scheduler: Scheduler | None
-) -> None:
-    if loading.weights_only or loading.cfg.no_load_optim:
-        return
-    common = loading.common
-    scalars = common.get("optimizer_scalars") or foreign_state.optimizer_scalars(common)
-    if optimizer is not None and scalars is not None:
-        optimizer.load_scalars(scalars)
-    schedule = loading.common.get("opt_param_scheduler")
-    if scheduler is not None and schedule is not None:
-        theirs = foreign_state.schedule_here(schedule, scheduler.state_dict())
-        if theirs is not None:
-            loading.note("  NOTE: the schedule keeps its place; its shape is that of this run")
-        scheduler.load_state_dict(theirs or schedule)
 
 
 def _of_all_ranks(peers: Peers, own: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,5 +200,5 @@ def _progress(cfg: RunConfig) -> Progress:
     if cfg.load is not None and not cfg.finetune:
         common = read_newest_common(str(cfg.load), cfg.ckpt_step)
         if common is not None:
-            progress.update(counters_of(common))
+            progress.update(counters_of(common, Path(cfg.load)))
     return progress

@@ -24,7 +24,7 @@ from megatron.training.watch import Watch
 FAILED = 1
 BAD_CONFIG = 2
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
-_MEET_S = 10
+_MEET_S = 30  # where every rank has the same problem, sooner or later
 _MEET_LATER_S = 2  # in a run, where a rank may be alone with its problem
 _KEEP = "Write it to a file, or read it to its end"
 _PROBLEM, _SEEN, _ALL_SEEN = "bad_config/text", "bad_config/seen", "bad_config/all_seen"
@@ -94,12 +94,12 @@ class Report:
         if isinstance(error, ConfigError):
             self._refuse(str(error))
         elif isinstance(error, MegatronError):
-            self._fail(str(error))
+            self._fail(str(error), error.shared)
         elif lost_contact(error):
             self._lost(error)
             self.leave()
         elif _out_of_memory(error):
-            self._fail(_too_large(error))
+            self._fail(_too_large(error), shared=False)
         else:
             # The last line is enough to know who, where and what.
             shown = "".join(traceback.format_exception(kind, error, trace))
@@ -114,14 +114,20 @@ class Report:
         if launch.world_size > 1 and not _said_by_first_rank(launch, text, _MEET_S) and launch.rank:
             _write(f"[{self.where()}] {text}")
 
-    def _fail(self, text: str) -> None:
-        """Show what went wrong; once, if it is the same on the first rank."""
+    def _fail(self, text: str, shared: bool) -> None:
+        """Show what went wrong; once, if it is the same on the first rank.
+
+        Args:
+            text: What.
+            shared: Whether all ranks fail here.
+        """
         launch = self.launch
         if launch.rank == 0:
             self._tell(text)
         if launch.world_size == 1:
             return
-        if not _said_by_first_rank(launch, text, _MEET_LATER_S) and launch.rank:
+        patience_s = _MEET_S if shared or self._watch is None else _MEET_LATER_S
+        if not _said_by_first_rank(launch, text, patience_s) and launch.rank:
             self._tell(text)
 
     def _lost(self, error: Exception) -> None:

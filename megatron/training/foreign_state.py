@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config import RunConfig
+from megatron.core.dist_checkpointing.mp_reader import RankFilesReader
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.errors import CheckpointError, complaint
 
@@ -34,6 +37,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
 }
 
+# What of Megatron-LM's schedule is which field of ours.
+_LR = {"max_lr": "max_lr", "min_lr": "min_lr", "lr_warmup_steps": "warmup_samples",
+       "lr_decay_steps": "decay_samples", "lr_decay_style": "style"}  # fmt: skip
+_WD = {"start_wd": "start", "end_wd": "end", "wd_incr_steps": "incr_samples",
+       "wd_incr_style": "style"}  # fmt: skip
+_LR_ARGUMENTS = {"lr_warmup_init": "warmup_init", "lr_wsd_decay_style": "wsd_style"}
+_SCALER = {"scale": "loss_scale", "growth_tracker": "good_steps",
+           "hysteresis_tracker": "tolerance_left"}  # fmt: skip
+_COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+# Entries that are taken over, say how others are stored, or are spoken of elsewhere.
+_KNOWN = re.compile(
+    r"^(args|checkpoint_version|iteration|optimizer|opt_param_scheduler|content_metadata|given|"
+    r"num_floating_point_operations_so_far|rng_state|common_state|.*_extra_state\d*|"
+    r"(chained_\d+\.)?optimizer\..*)$"
+)
+
 
 def check_known_model(common: Mapping[str, Any], directory: Path) -> None:
     """Refuse a model whose arguments ask for what this project's model does not compute.
@@ -45,8 +64,7 @@ def check_known_model(common: Mapping[str, Any], directory: Path) -> None:
     Raises:
         CheckpointError: Lists these arguments.
     """
-    args = common.get("args")
-    values = vars(args) if isinstance(args, argparse.Namespace) else {}
+    values = _arguments(common)
     found = [
         f"--{name.replace('_', '-')} {values[name]}"
         for name, neutral in _NEUTRAL.items()
@@ -89,6 +107,17 @@ def check_optimizer_form(common: Mapping[str, Any], reader: Reader) -> None:
     Raises:
         CheckpointError: Says how to get the other form.
     """
+    if isinstance(reader, RankFilesReader):
+        raise CheckpointError(
+            complaint(
+                "--load",
+                f"{reader.directory}, which is in format torch",
+                "Its ranks' files keep the optimizer's state by the ranks that wrote them",
+                "Load it in Megatron-LM and save it with --ckpt-format torch_dist and "
+                "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim (or --finetune) to "
+                "load the weights alone",
+            )
+        )
     metadata = common.get("content_metadata")
     kind = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, dict) else None
     by_rank = any(".distributed.dp_group_idx_" in key for key in (*reader.tensors, *reader.blobs))
@@ -119,19 +148,108 @@ def optimizer_scalars(common: Mapping[str, Any]) -> dict[str, Any] | None:
     steps = [group.get("step") for group in inner.get("param_groups") or ()]
     steps.append((inner.get("state") or {}).get("common_step"))
     known = [int(step) for step in steps if step is not None]
-    return {"step": max(known)} if known else None
+    scaler = found.get("grad_scaler") or {}
+    scale = {own: float(scaler[name]) for name, own in _SCALER.items() if name in scaler}
+    return {"step": max(known), **scale} if known else None
 
 
-def schedule_here(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a schedule's state with the place that Megatron-LM's had reached.
+def schedule_here(
+    state: Mapping[str, Any], own: Mapping[str, Any], common: Mapping[str, Any], directory: Path
+) -> dict[str, Any]:
+    """Return Megatron-LM's state of a schedule as one of this project.
+
+    What it does not keep there, the start of the warm-up and the last phase of WSD, is in its
+    arguments.
 
     Args:
-        state: What the checkpoint has.
-        own: This run's, whose shape counts.
+        state: Its entry ``opt_param_scheduler``.
+        own: What this run's schedule has, for what the checkpoint does not say.
+        common: The entry that all ranks share.
+        directory: The checkpoint.
+
+    Raises:
+        CheckpointError: Names what is missing.
+    """
+    missing = [name for name in ("num_steps", *_LR, *_WD) if name not in state]
+    args = _arguments(common)
+    lr = {**own["lr"], **{field: state[name] for name, field in _LR.items() if name in state}}
+    for name, field in _LR_ARGUMENTS.items():
+        if args.get(name) is not None:
+            lr[field] = args[name]
+    if args.get("lr_wsd_decay_samples") is not None:
+        lr["wsd_decay_samples"] = args["lr_wsd_decay_samples"]
+    elif args.get("lr_wsd_decay_iters") is not None and args.get("global_batch_size"):
+        lr["wsd_decay_samples"] = args["lr_wsd_decay_iters"] * args["global_batch_size"]
+    if lr["style"] == "WSD" and not lr["wsd_decay_samples"]:
+        missing.append("lr_wsd_decay_iters (in args)")
+    if missing:
+        raise CheckpointError(
+            complaint(
+                "--load",
+                f"{directory}, whose opt_param_scheduler has no {', '.join(missing)}",
+                "The schedule of the run that wrote it is not known",
+                "Pass --no-load-optim or --finetune, and this run's own schedule",
+            )
+        )
+    wd = {**own["wd"], **{field: state[name] for name, field in _WD.items()}}
+    return {"lr": lr, "wd": wd, "num_samples": int(state["num_steps"])}
+
+
+def counters(common: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return Megatron-LM's counters by the names of `Progress`.
+
+    Raises:
+        CheckpointError: It is not known which samples were read.
+    """
+    args, iteration = _arguments(common), int(common.get("iteration") or 0)
+    found = {n: args[n] for n in _COUNTERS if isinstance(args.get(n), int)}
+    if iteration and "consumed_train_samples" not in found:
+        raise CheckpointError(
+            complaint(
+                "--load",
+                f"{directory}, of iteration {iteration}, whose args have no consumed_train_samples",
+                "It is not known where in the data the run was",
+                "Pass --finetune to start with the first sample",
+            )
+        )
+    flops = common.get("num_floating_point_operations_so_far") or 0
+    return {"iteration": iteration, "floating_point_operations_so_far": flops, **found}
+
+
+def is_foreign(common: Mapping[str, Any]) -> bool:
+    """Whether Megatron-LM wrote a checkpoint, by the entry that all ranks share."""
+    return "progress" not in common
+
+
+def left_out(common: Mapping[str, Any], blobs: Iterable[str], cfg: RunConfig) -> list[str]:
+    """Say what a checkpoint of Megatron-LM has, or lacks, and a run goes on without.
+
+    Of the random state whoever restores that speaks.
+
+    Args:
+        common: The entry that all ranks share.
+        blobs: Keys of the other entries that are no tensors.
+        cfg: The run's configuration.
 
     Returns:
-        None when ``state`` is not Megatron-LM's.
+        A line for each.
     """
-    if "lr" in state or "num_steps" not in state:
-        return None
-    return {**own, "num_samples": int(state["num_steps"])}
+    if not is_foreign(common):
+        return []
+    found = []
+    if cfg.fp8_format is not None and cfg.fp8_recipe == "delayed":
+        found.append("FP8 scales (_extra_state); they start fresh")
+    if not cfg.no_load_optim:
+        scaled = "loss_scale" in (optimizer_scalars(common) or {})
+        if cfg.fp16 and cfg.loss_scale is None and not scaled:
+            found.append("a loss scale, which it has none of; this run's first one is used")
+        elif scaled and not cfg.fp16:
+            found.append("the loss scale (grad_scaler), which this run has none of")
+    kinds = {key.partition("/")[0] for key in blobs} | set(common)
+    found += [kind for kind in sorted(kinds) if not _KNOWN.search(kind)]
+    return [f"  NOTE: not taken over from Megatron-LM: {one}" for one in found]
+
+
+def _arguments(common: Mapping[str, Any]) -> dict[str, Any]:
+    args = common.get("args")
+    return vars(args) if isinstance(args, argparse.Namespace) else {}

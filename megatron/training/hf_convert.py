@@ -47,7 +47,6 @@ def write_huggingface(
     source: Source,
     save: Path,
     dtype: str,
-    max_shard_bytes: int = hf_files.MAX_SHARD_BYTES,
     check: Check | None = None,
     fp8: hf_fp8.Exporter | None = None,
 ) -> Path:
@@ -59,7 +58,6 @@ def write_huggingface(
         source: The model.
         save: The directory to make; it must not hold anything yet.
         dtype: ``fp32``, ``bf16`` or ``fp16``.
-        max_shard_bytes: Bound on the bytes of one weight file.
         check: Called with the finished directory before it gets its name; raises to prevent that.
         fp8: Quantizes the linear layers, if they are to be; ``dtype`` is that of the rest.
 
@@ -71,15 +69,17 @@ def write_huggingface(
     config = hf_kept.restore(config, source.kept)
     with hf_files.new_directory(save) as tmp:
         planned = list(planned_tensors(source, config["model_type"], fp8))
-        hf_files.write_weights(tmp, planned, DTYPES[dtype], max_shard_bytes)
+        hf_files.write_weights(tmp, planned, DTYPES[dtype])
         if fp8 is not None:
             config["quantization_config"] = fp8.config()
         for name, path in source.tokenizer.items():
             (tmp / name).write_bytes(path.read_bytes())
-        _write_json(tmp / "config.json", config)
+        hf_files.write_json(tmp / "config.json", config)
         if not (tmp / "generation_config.json").exists():
             special = {n: config[n] for n in SPECIAL_TOKENS if config.get(n) is not None}
-            _write_json(tmp / "generation_config.json", {"_from_model_config": True, **special})
+            hf_files.write_json(
+                tmp / "generation_config.json", {"_from_model_config": True, **special}
+            )
         if check is not None:
             check(tmp)
     return save
@@ -119,10 +119,6 @@ def planned_tensors(
 
 def _part(made: Callable[[], Sequence[Tensor]], number: int) -> Tensor:
     return made()[number]
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def write_megatron(source: Source, save: Path, dtype: str, check: Check | None = None) -> Path:

@@ -230,8 +230,13 @@ def write_weights(
         names.append(name)
     if len(shards) > 1:
         index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / SAFE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(directory / SAFE_INDEX, index)
     return names
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write values as a JSON file."""
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def tokenizer_files(directory: Path) -> dict[str, Path]:

@@ -142,10 +142,6 @@ def batch_first(out: Any) -> Tensor:
     return y.transpose(0, 1)
 
 
-def _halves(out: Any) -> tuple[Tensor, ...]:
-    return batch_first(out).chunk(2, dim=-1)
-
-
 def _theirs(out: Any) -> Tensor:
     y: Tensor = _first(out)
     return y

@@ -84,13 +84,17 @@ class Row:
 
 def every_tensor(rows: Sequence[Row], num_layers: int) -> Iterator[tuple[Row, Place]]:
     """Yield all tensors: first those outside the layers, then layer by layer, expert by expert."""
+    for layer in (None, *range(num_layers)):
+        yield from tensors_of(rows, layer)
+
+
+def tensors_of(rows: Sequence[Row], layer: int | None) -> Iterator[tuple[Row, Place]]:
+    """Yield the tensors of one layer, expert by expert; those outside the layers for None."""
     for row in rows:
-        if not row.per_layer:
-            yield row, OUTSIDE
-    for layer in range(num_layers):
-        for row in rows:
-            if not row.per_layer or (row.layers is not None and layer not in row.layers):
-                continue
+        if layer is None:
+            if not row.per_layer:
+                yield row, OUTSIDE
+        elif row.per_layer and (row.layers is None or layer in row.layers):
             for expert in range(row.num_experts) if row.num_experts else (None,):
                 yield row, Place(layer, expert)
 

@@ -26,7 +26,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.training import hf_map, hf_probe
 from megatron.training.hf_convert import config_of
-from megatron.training.hf_rows import OUTSIDE, every_tensor
+from megatron.training.hf_rows import OUTSIDE, tensors_of
 from megatron.training.hf_sources import HfSource, Source
 
 _VOCABULARY = 8  # of models whose embeddings nobody looks at
@@ -115,12 +115,12 @@ class Streamed:
         if model.rotary is not None:
             model.rotary = RotaryEmbedding(build=_build(self._config, "cpu"))
         state = {}
-        for row, at in every_tensor(self._own.rows(), self._own.fields["num_layers"]):
-            inside = at.layer == number or (last and row.name.startswith("decoder.final"))
-            if inside:
-                value = self._own.read(row, at)
-                own = value if row.dtype else value.to(self._dtype)
-                state[at.of(row.name)] = own.float()
+        rows = self._own.rows()
+        final = [one for one in tensors_of(rows, None) if one[0].name.startswith("decoder.final")]
+        for row, at in [*tensors_of(rows, number), *(final if last else ())]:
+            value = self._own.read(row, at)
+            own = value if row.dtype else value.to(self._dtype)
+            state[at.of(row.name)] = own.float()
         _assign(model, state)
         decoder: Any = model.decoder
         (layer,) = decoder.layers

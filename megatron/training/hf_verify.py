@@ -242,20 +242,18 @@ def _round_(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def compare_models(ours: GPTModel, theirs: nn.Module, tokens: Tensor | None = None) -> Report:
+def compare_models(ours: GPTModel, theirs: nn.Module) -> Report:
     """Compare logits, and on a difference find the first part of the model that makes it.
 
     Args:
         ours: This project's model, fp32.
         theirs: transformers' model, fp32.
-        tokens: ``[b, s]`` token ids; default the fixed prompts.
 
     Raises:
         CheckpointError: The logits differ by more than the tolerance.
     """
     vocabulary = ours.vocab_size
-    if tokens is None:
-        tokens = prompts(vocabulary, ours.config.max_position_embeddings)
+    tokens = prompts(vocabulary, ours.config.max_position_embeddings)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     left_parts, right_parts = _parts(ours, theirs)
     with hf_probe.recorded(left_parts) as left, hf_probe.recorded(right_parts) as right:

@@ -15,7 +15,7 @@ import torch
 
 from megatron.config import RunConfig
 from megatron.core.comm_log import CONTROL
-from megatron.core.errors import PrecisionError, TrainingError, complaint
+from megatron.core.errors import PrecisionError, TrainingError, complaint, on_every_rank
 from megatron.core.fp8.guards import Watch
 from megatron.core.tensor_parallel.mappings import all_reduce_
 from megatron.observe.bus import Bus
@@ -140,16 +140,15 @@ class SpikeRollback:
     def _go_back(self, reason: str, outcome: StepOutcome, last_checkpoint: str) -> None:
         cfg, progress, spiked = self._cfg, self._progress, self._progress.iteration
         if self._rollbacks >= cfg.fp8_spike_rollback_limit:
-            raise TrainingError(
-                complaint(
-                    "--fp8-spike-rollback-limit",
-                    f"{self._rollbacks} rollbacks and another spike",
-                    f"At iteration {spiked} {reason}. Last good checkpoint: "
-                    f"{last_checkpoint or 'none'}",
-                    "Lower the learning rate or look at the samples that were left out "
-                    f"({_spans(progress.skipped_ranges)}), or raise the limit to go on like this",
-                )
+            text = complaint(
+                "--fp8-spike-rollback-limit",
+                f"{self._rollbacks} rollbacks and another spike",
+                f"At iteration {spiked} {reason}. Last good checkpoint: "
+                f"{last_checkpoint or 'none'}",
+                "Lower the learning rate or look at the samples that were left out "
+                f"({_spans(progress.skipped_ranges)}), or raise the limit to go on like this",
             )
+            raise on_every_rank(TrainingError(text))
         kept = self._snapshot.restore()
         first, end = progress.go_back(kept["progress"])
         self._losses.load_state_dict(kept["losses"])

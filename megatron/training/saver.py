@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from megatron.core.dist_checkpointing import io
 from megatron.core.dist_checkpointing import lock as locks
 from megatron.core.dist_checkpointing.directory import directory_name, is_committed
 from megatron.core.dist_checkpointing.peers import Peers
+from megatron.core.dist_checkpointing.plans import Plans
 from megatron.core.dist_checkpointing.retention import Retention, drop_newer
 from megatron.core.dist_checkpointing.store import path_of
 from megatron.core.dist_checkpointing.writing import HostBuffers
@@ -54,6 +56,10 @@ class _OnItsWay:
     alone: bool
 
 
+def _nothing(needed_bytes: int) -> None:
+    """Prepare no directory."""
+
+
 class Saver:
     """Saves one run. Every rank has one and calls the same methods.
 
@@ -84,6 +90,7 @@ class Saver:
         self._buffers = buffers or HostBuffers()
         self._pending: _OnItsWay | None = None
         self._cares: dict[str, io.Care] = {}
+        self._plans: dict[bool, Plans] = {}
         self._held: list[locks.Lock] = []
         self._slowest_s = 0.0
         self._dropped_newer = False
@@ -115,8 +122,28 @@ class Saver:
             retention = Retention(finding.local_root(cfg, self._mesh), 2)
             self._cares["local"] = io.Care(None, retention, cfg.verify_checkpoint, alone=True)
 
+    def prepare(self) -> None:
+        """Do ahead of the first save what later ones need not do again. Collective.
+
+        With ``--async-save``: agree on who writes what, and make room for the copy.
+
+        Raises:
+            CheckpointError: On every rank, when the memory does not suffice on one.
+        """
+        cfg = self._cfg
+        # Sums of residuals are made in place, which only a save may do.
+        if not (cfg.async_save and self._cares) or cfg.ckpt_grad_residual == "sum":
+            return
+        for alone in sorted({care.alone for care in self._cares.values()}, reverse=True):
+            found = self._collect(alone)
+            peers, plans = self._planners(alone)
+            agreed = plans.agree(found.tensors, found.blobs, self._root(PERSISTENT), _nothing)
+            self._peers.attempt(partial(self._buffers.reserve, found.tensors, agreed.part))
+
     def close(self) -> None:
         """Let other jobs save there. Not collective."""
+        if self._pending is not None:
+            self._pending.saving.wait_for_commit()
         for lock in self._held:
             lock.release()
         self._held.clear()
@@ -178,10 +205,12 @@ class Saver:
             care.retention.protected = {path_of(self.last_good)} if self.last_good else set()
         start = time.monotonic()
         found = self._collect(care.alone)
-        peers = Peers(Axis.single("world")) if care.alone else self._peers
+        peers, plans = self._planners(care.alone)
 
         def begin() -> io.Saving:
-            return io.Saving(root, iteration, found.tensors, found.blobs, peers, found.assets, care)
+            return io.Saving(
+                root, iteration, found.tensors, found.blobs, peers, found.assets, care, plans
+            )
 
         saving = self._peers.attempt(begin) if care.alone else begin()
         if care.retention is not None and good:
@@ -205,6 +234,11 @@ class Saver:
                 f"(copied {self._buffers.num_bytes / 1e6:.1f} MB on this rank in {seconds:.3f} s)"
             )
 
+    def _planners(self, alone: bool) -> tuple[Peers, Plans]:
+        """Return the ranks that save together, and what they have agreed on."""
+        peers = Peers(Axis.single("world")) if alone else self._peers
+        return peers, self._plans.setdefault(alone, Plans(peers, alone))
+
     def _copy(self, saving: io.Saving, alone: bool) -> None:
         if alone:
             self._peers.attempt(lambda: saving.write_behind(self._buffers))
@@ -217,13 +251,24 @@ class Saver:
         return self._pending is not None
 
     def poll(self) -> None:
-        """Complete the save that is on its way if all ranks have written. Collective then.
+        """Go on with the save that is on its way, as far as that needs no waiting. Collective then.
+
+        When all ranks have written, the first one completes the checkpoint in the background, and
+        when that is done, all learn of it.
 
         Raises:
             CheckpointError: On every rank, when it failed on one.
         """
-        if self._pending is not None and self._all_written(lambda: None) == "written":
+        if self._pending is None:
+            return
+        saving = self._pending.saving
+        ready = saving.committed if saving.handed_in else saving.written
+        if self._all_agree(ready, lambda: None) != "ready":
+            return
+        if saving.handed_in:
             self.finish()
+        else:
+            saving.hand_in()
 
     def finish(self) -> None:
         """Wait for the save that is on its way and complete it.
@@ -281,8 +326,8 @@ class Saver:
         one = self._pending
         while one is not None:
             one.saving.wait(_LOOK_S)
-            state = self._all_written(clock.seconds_left)
-            if state == "written":
+            state = self._all_agree(one.saving.written, clock.seconds_left)
+            if state == "ready":
                 self.finish()
                 return True
             if state == "late":
@@ -294,15 +339,14 @@ class Saver:
                 return False
         return True
 
-    def _all_written(self, seconds_left: Callable[[], float | None]) -> str:
-        """Agree on whether all ranks have written, and on whether it is too late for it."""
+    def _all_agree(self, ready: bool, seconds_left: Callable[[], float | None]) -> str:
+        """Find out whether all ranks are ready, and whether it is too late for it."""
         left = seconds_left()
-        ready = self._pending is None or self._pending.saving.written
         late = left is not None and left <= 0
         flags = torch.tensor([float(not ready), float(late)], device=self._device)
         waiting, over = numbers(all_reduce_(flags, self._mesh.world, "max", CONTROL))
         if not waiting:
-            return "written"
+            return "ready"
         return "late" if over else "waiting"
 
     def _agreed(self, clock: Clock) -> float:

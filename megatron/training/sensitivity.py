@@ -182,7 +182,6 @@ class Probe:
     ) -> None:
         self._parts, self._groups = parts, groups
         self._step = TrainStep(cfg, runtime, parts, source)
-        self._batch_size = int(cfg.global_batch_size)
         self._buffers = [buffer.flat for buffer in parts.ddp.buffers_by_axis]
 
     def calibrate(self, iteration: int, consumed: int) -> None:

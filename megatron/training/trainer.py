@@ -11,7 +11,7 @@ from megatron.config import RunConfig
 from megatron.core.datasets.cache import decisions
 from megatron.core.datasets.mixed import Ledger
 from megatron.core.datasets.source import Source, Sources
-from megatron.core.errors import TrainingError, complaint
+from megatron.core.errors import TrainingError, complaint, on_every_rank
 from megatron.core.fp8 import PrecisionRow
 from megatron.core.mesh import MeshSizes
 from megatron.observe.bus import Bus
@@ -27,6 +27,7 @@ from megatron.observe.lines import stamp
 from megatron.observe.sinks import build_sinks
 from megatron.training import fp8_watch, precision
 from megatron.training.checkpointing import Entries, collect, load_checkpoint
+from megatron.training.descriptions import Descriptions
 from megatron.training.flops import flops_per_iteration
 from megatron.training.guards import Guards
 from megatron.training.initialize import Runtime
@@ -79,6 +80,7 @@ class Trainer:
         for incident in incidents:
             self.bus.emit(incident)
         self._saver = Saver(self._runtime, self._entries, self.bus)
+        self._described = Descriptions()
 
     @property
     def parts(self) -> Parts:
@@ -175,6 +177,7 @@ class Trainer:
         self._ledger = sources.ledger
         self._describe_data(sources)
         self._stamp("after dataloaders are built")
+        self._saver.prepare()
         self._say("done with setup ...")
         return sources
 
@@ -381,17 +384,16 @@ class Trainer:
         self._saver.finish()
         what = "loss" if not outcome.loss_is_finite else "gradient norm"
         last = self._saver.last_good
-        raise TrainingError(
-            complaint(
-                what,
-                "nan or inf",
-                f"Iterations {self.progress.iteration - MAX_BAD_STEPS + 1} to "
-                f"{self.progress.iteration} were not finite and were skipped. "
-                f"Last good checkpoint: {last or 'none'}",
-                f"{'Resume from it' if last else 'Start again'} with a lower learning rate or "
-                "another precision",
-            )
+        text = complaint(
+            what,
+            "nan or inf",
+            f"Iterations {self.progress.iteration - MAX_BAD_STEPS + 1} to "
+            f"{self.progress.iteration} were not finite and were skipped. "
+            f"Last good checkpoint: {last or 'none'}",
+            f"{'Resume from it' if last else 'Start again'} with a lower learning rate or "
+            "another precision",
         )
+        raise on_every_rank(TrainingError(text))
 
     def _evaluate_valid(self, sources: Sources, prefix: str, watch: ExitWatch) -> None:
         """Evaluate the validation sets and show the results."""
@@ -462,6 +464,7 @@ class Trainer:
             residual=parts.residual(self.config, self.mesh),
             guards=self.guards,
             alone=alone,
+            described=self._described,
         )
 
     def _leave_early(self, reason: str, watch: ExitWatch) -> None:

@@ -100,6 +100,8 @@ class Moments:
     def named_state(self):
         return iter(self.state.items())
 
+    lends_copies = False
+
     def loadable_state(self):
         return self.named_state()
 
@@ -472,7 +474,7 @@ def failing_save(rank, world, root, failing_rank):
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path, failing_rank):
     run_ranks(save, 2, {}, tmp_path)
-    first, second = run_ranks(failing_save, 2, tmp_path, failing_rank, timeout=20)
+    first, second = run_ranks(failing_save, 2, tmp_path, failing_rank)
     assert first == second
     assert f"No space left on device (rank {failing_rank})" in first
     assert sorted(os.listdir(tmp_path)) == ["iter_0000007", place.TRACKER_FILE]
@@ -481,6 +483,6 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path, failing_rank):
 
 def test_an_unwritable_place_is_an_error_on_all_ranks(tmp_path):
     (tmp_path / "file").write_text("")
-    first, second = run_ranks(failing_save, 2, tmp_path / "file" / "x", -1, timeout=20)
+    first, second = run_ranks(failing_save, 2, tmp_path / "file" / "x", -1)
     assert first == second
     assert "cannot be written to" in first

@@ -51,7 +51,7 @@ def train(rank, world, steps=3, **fields):
 def run(world, **fields):
     if fields.get("fp8_format"):
         compile_kernels()
-    results = run_ranks(train, world, timeout=120, detail=False, **fields)
+    results = run_ranks(train, world, detail=False, **fields)
     for other in results[1:]:
         assert other[0] == results[0][0]
         assert distance(other, results[0]) == 0

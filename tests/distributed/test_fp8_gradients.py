@@ -123,7 +123,7 @@ def train(rank, world, steps=3, **fields):
 
 
 def run(world, **fields):
-    results = run_ranks(train, world, timeout=120, detail=False, **fields)
+    results = run_ranks(train, world, detail=False, **fields)
     for done, whole, copies, stage in results:
         assert done == results[0][0]
         assert all((whole[n] == results[0][1][n]).all() for n in whole)

@@ -63,7 +63,7 @@ def scales(parts):
 
 def run(world, **fields):
     compile_kernels()
-    return run_ranks(train, world, timeout=120, detail=False, **fields)
+    return run_ranks(train, world, detail=False, **fields)
 
 
 def assert_equal(ours, plain):

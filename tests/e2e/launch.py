@@ -7,7 +7,10 @@ torchrun's environment variables and writes to one log. When a rank fails, the o
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import random
 import runpy
 import signal
 import socket
@@ -22,8 +25,11 @@ from pathlib import Path
 import torch
 import torch._dynamo  # every rank would import it when it builds its optimizer
 
+rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function hides it
+
 ROOT = Path(__file__).resolve().parents[2]
-_GRACE_S = 5.0  # what failing ranks of one cause get to leave by themselves
+_GRACE_S = 60.0  # what failing ranks of one cause get to leave by themselves
+_PORTS = range(15000, 30000)  # below those that a system hands out to connections
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,24 @@ class Finished:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, and that no connection of other processes takes meanwhile."""
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def wait_for(log: Path, text: str, timeout: float = 150) -> None:
+    """Wait until ranks have written a text.
+
+    Raises:
+        AssertionError: They did not in so many seconds.
+    """
+    end = time.monotonic() + timeout
+    while text not in log.read_text(errors="replace"):
+        assert time.monotonic() < end, f"{text!r} does not come:\n{log.read_text()}"
+        time.sleep(0.02)
 
 
 def launch(
@@ -54,7 +75,7 @@ def launch(
     *,
     script: Path = ROOT / "pretrain_gpt.py",
     env: Mapping[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = 240,
     during: Callable[[dict[int, int], Path], None] | None = None,
 ) -> Finished:
     """Run `script` on `world_size` ranks and wait for all of them.
@@ -100,6 +121,8 @@ def _run_rank(
     log: Path,
 ) -> None:
     code = 1
+    if rank:
+        _connect_in_time(port)
     # Makes the thread pool anew: the parent's does not survive the fork, and two threads that find
     # out at the same time trip an assertion inside torch.
     torch.set_num_threads(1)
@@ -128,6 +151,26 @@ def _run_rank(
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _connect_in_time(port: int) -> None:
+    """Let this rank call the first one when that listens; torch tries anew after 0.5 s only."""
+    connect = rendezvous._create_c10d_store
+
+    def patient(*args, **settings):
+        deadline = time.monotonic() + 1.0
+        while not _listens(port) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return connect(*args, **settings)
+
+    rendezvous._create_c10d_store = patient
+
+
+def _listens(port: int) -> bool:
+    """Whether somebody on this machine does; yes where that cannot be known."""
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables if table.exists() for line in table.open()]
+    return not lines or any(x[1].endswith(f":{port:04X}") and x[3] == "0A" for x in lines)
 
 
 def _wait(pids: dict[int, int], timeout: float, log: Path) -> dict[int, int]:

@@ -50,7 +50,7 @@ def check_refused(done, code, *parts):
 
 
 def refused(args, code, *parts, world_size=2, **kw):
-    done = launch(world_size, [str(a) for a in args], timeout=60, **kw)
+    done = launch(world_size, [str(a) for a in args], **kw)
     check_refused(done, code, *parts)
     return done
 
@@ -60,7 +60,7 @@ def tool_refused(script, args, code, *parts):
 
 
 def accepted(args, *parts, world_size=2):
-    done = launch(world_size, [str(a) for a in args], timeout=60)
+    done = launch(world_size, [str(a) for a in args])
     assert done.codes == [0] * world_size, done.out
     for part in parts:
         assert part in done.out, done.out

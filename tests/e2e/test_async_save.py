@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.dist_checkpointing.writing import ShareWriter
 from megatron.training.checkpoint_config import read_common
+from megatron.training.step import TrainStep
 from tests.e2e.launch import launch
 from tests.e2e.refusals import LONG, MOCK, accepted, changed, refused
 
@@ -20,21 +22,26 @@ SHARDED = ["--bf16", "--fp8-format", "hybrid", "--use-distributed-optimizer"]
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-@pytest.fixture
-def slow(monkeypatch):
-    """Make the writers of later launches take so many seconds longer."""
-    write, delay = ShareWriter._write, [0.0]
+def writers_wait(monkeypatch, wait):
+    """Make the writers of later launches call a function before they write."""
+    write = ShareWriter._write
 
-    def slowly(self):
-        time.sleep(delay[0])
-        write(self)
+    def late(self):
+        wait()
+        return write(self)
 
-    monkeypatch.setattr(ShareWriter, "_write", slowly)
+    monkeypatch.setattr(ShareWriter, "_write", late)
 
-    def by(seconds):
-        delay[0] = seconds
 
-    return by
+def before_the_fifth_iteration(monkeypatch, act):
+    run = TrainStep.run
+
+    def acted(self, iteration, consumed_samples):
+        if iteration == 5:
+            act()
+        return run(self, iteration, consumed_samples)
+
+    monkeypatch.setattr(TrainStep, "run", acted)
 
 
 def content(directory):
@@ -45,11 +52,14 @@ def content(directory):
     return {key: reader.read(key) for key in reader.tensors}, plain, random_state
 
 
-def test_what_is_written_is_the_state_of_the_moment(tmp_path, slow):
+def test_what_is_written_is_the_state_of_the_moment(tmp_path, monkeypatch):
     args = [*changed(MOCK, "--train-iters", 8, "--lr-decay-iters", 8), *SHARDED]
     args += ["--save-interval", "3", "--keep-last", "2", "--keep-every", "3"]
     accepted([*args, "--save", tmp_path / "sync"])
-    slow(0.3)
+    # Nothing is written before the weights are others.
+    later = threading.Event()
+    before_the_fifth_iteration(monkeypatch, later.set)
+    writers_wait(monkeypatch, lambda: later.wait(100))
     done = accepted([*args, "--save", tmp_path / "behind", "--async-save"])
     lines = done.out.splitlines()
     asked, saved, fourth = (
@@ -87,7 +97,7 @@ def test_a_writer_that_fails_ends_the_run_on_all_ranks(tmp_path, monkeypatch):
     def full(self):
         if os.environ["RANK"] == "1":
             raise OSError(28, "No space left on device")
-        write(self)
+        return write(self)
 
     monkeypatch.setattr(ShareWriter, "_write", full)
     args = [*MOCK, *LONG, "--save", tmp_path, "--save-interval", "2", "--async-save"]
@@ -96,27 +106,26 @@ def test_a_writer_that_fails_ends_the_run_on_all_ranks(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("seconds", [0.4, 60.0], ids=["in time", "too late"])
-def test_a_signal_while_a_checkpoint_is_written(seconds, tmp_path, slow):
+@pytest.mark.parametrize(
+    ("seconds", "deadline"), [(0.4, 200), (3600.0, 3)], ids=["in time", "too late"]
+)
+def test_a_signal_while_a_checkpoint_is_written(seconds, deadline, tmp_path, monkeypatch):
     args = [*MOCK, "--save", tmp_path, "--save-interval", "4", "--async-save",
-            "--exit-signal-handler", "--exit-signal-deadline", "3"]  # fmt: skip
+            "--exit-signal-handler", "--exit-signal-deadline", deadline]  # fmt: skip
     args = changed(args, "--lr-decay-iters", 100000)
     accepted(args)
-    slow(seconds)
-    when = []
 
-    def interrupt(pids, log):
-        deadline = time.monotonic() + 50
-        while "scheduled an async" not in log.read_text() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(pids[1], signal.SIGUSR2)
-        when.append(time.monotonic())
+    def interrupt():
+        if os.environ["RANK"] == "1":
+            signal.raise_signal(signal.SIGUSR2)
 
     more = changed(args, "--train-iters", 100000, "--load", tmp_path)
-    done = launch(2, [str(a) for a in more], during=interrupt)
+    with monkeypatch.context() as patch:
+        before_the_fifth_iteration(patch, interrupt)
+        writers_wait(patch, lambda: time.sleep(seconds))
+        done = launch(2, [str(a) for a in more])  # does not wait for an hour
     assert done.codes == [0, 0], done.out
     assert done.lines("exiting program after receiving SIGUSR2.")
-    assert time.monotonic() - when[0] < 10
     last = int(re.findall(r"iteration +(\d+)/", done.out)[-1])
     tracked = int((tmp_path / TRACKER).read_text())
     if seconds < 1:
@@ -124,6 +133,5 @@ def test_a_signal_while_a_checkpoint_is_written(seconds, tmp_path, slow):
     else:
         assert tracked == 2
         assert done.lines("the checkpoint of iteration 4 is given up")
-        slow(0)
         again = accepted(changed(more, "--train-iters", 3), "at iteration 2")
         assert len(again.losses()) == 1

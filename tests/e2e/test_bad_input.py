@@ -202,7 +202,7 @@ def test_a_settings_file_that_one_rank_lacks(tmp_path, monkeypatch):
     monkeypatch.setattr(config_cli, "read_yaml", missing_on_one)
     monkeypatch.setattr("megatron.training.failures._MEET_S", 1)
     monkeypatch.setattr("tests.e2e.launch._GRACE_S", 0.5)
-    done = launch(2, [*MOCK, "--config", str(file)], timeout=60)
+    done = launch(2, [*MOCK, "--config", str(file)])
     assert done.codes[1] == 2
     assert done.codes[0] != 0  # ended by the launcher, as it waits for the other
     assert f"[rank 1] 1 configuration problem:\n  - --config: got {file}.1. It cannot" in done.out

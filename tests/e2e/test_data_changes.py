@@ -52,7 +52,7 @@ def test_a_changed_mix_inside_a_ramp(tmp_path):
 
     other = ["--data-path", "0.3", a, "0.3", b, "0.4", c]
     said = ("--data-mix-change: got refuse", "c is new", "a 5, b 5")
-    refused = launch(2, arguments(*other, *place), timeout=60)
+    refused = launch(2, arguments(*other, *place))
     check_refused(refused, 1, *said)
 
     go_on = [*other, *place, "--data-mix-change", "continue"]

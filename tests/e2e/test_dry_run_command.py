@@ -100,14 +100,14 @@ def sentences(out):
                                   "a checkpoint"])  # fmt: skip
 def test_a_dry_run_refuses_what_a_launch_refuses(what, tmp_path):
     args = refusals(tmp_path)[what]
-    real = launch(2, args, timeout=60)
-    dry = launch(1, [*args, *PAPER, "2"], timeout=60)
+    real = launch(2, args)
+    dry = launch(1, [*args, *PAPER, "2"])
     assert set(real.codes) == set(dry.codes)
     assert dry.codes[0] in (1, 2)
     assert sentences(dry.out) == sentences(real.out) != set()
 
 
 def test_the_launchers_processes_are_the_world():
-    done = launch(2, [*MOCK, "--dry-run"], timeout=60)
+    done = launch(2, [*MOCK, "--dry-run"])
     assert done.codes == [0, 0]
     assert done.out.count("2 rank(s) on paper") == 1

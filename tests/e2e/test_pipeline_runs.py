@@ -144,7 +144,7 @@ def test_a_failure_names_the_stage(tmp_path):
         "gpt_model.vocab_parallel_cross_entropy = fail\n"
         "runpy.run_path(sys.argv.pop(1), run_name='__main__')\n"
     )
-    done = launch(2, [str(ROOT / "pretrain_gpt.py"), *SMALL, *PP2], script=script, timeout=60)
+    done = launch(2, [str(ROOT / "pretrain_gpt.py"), *SMALL, *PP2], script=script)
     assert done.codes[1] == 1
     assert "pp1" in done.lines("no loss today")[0]
     assert "1F0" in done.lines("no loss today")[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from tests.e2e.launch import ROOT, launch
 from tests.e2e.refusals import FP8, MOCK, accepted, check_refused
 
@@ -11,12 +9,10 @@ ENGINE = [*MOCK, *FP8, "--fp8-recipe", "mxfp8", "--transformer-impl", "transform
 
 
 def test_preflight_says_what_the_run_then_does():
-    start = time.monotonic()
-    done = launch(1, ["--strict", *ENGINE], timeout=60, script=ROOT / "tools" / "preflight.py")
+    done = launch(1, ["--strict", *ENGINE], script=ROOT / "tools" / "preflight.py")
     assert done.codes == [1], done.out
     assert "the run would stop: --transformer-impl: got transformer_engine" in done.out
-    assert time.monotonic() - start < 30  # 3 s on an idle machine
-    check_refused(launch(1, ENGINE, timeout=60), 1, "--transformer-impl", "--fp8-allow-fallback")
+    check_refused(launch(1, ENGINE), 1, "--transformer-impl", "--fp8-allow-fallback")
 
 
 def test_with_leave_the_run_falls_back_and_says_so_once():

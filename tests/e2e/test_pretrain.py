@@ -8,11 +8,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from tests.e2e.launch import ROOT, free_port, launch
+from tests.e2e.launch import ROOT, free_port, launch, wait_for
 
 SMALL = [
     "--mock-data", "--vocab-size", "256", "--num-layers", "2", "--hidden-size", "64",
@@ -221,9 +220,7 @@ def driver(tmp_path, what: str, when: str = "== 3"):
 
 def test_a_failing_rank_is_named_and_ends_the_others(tmp_path):
     script = driver(tmp_path, "raise ValueError('boom')")
-    started = time.monotonic()
     done = run(2, script=script)
-    assert time.monotonic() - started < 60
     assert done.codes == [1, 1], done.out
     assert "[rank 1 tp0 pp0 dp1, iteration 3, 0F0] ValueError: boom" in done.out
     # It may also be noticed between two actions.
@@ -256,13 +253,6 @@ def test_one_bad_step_is_skipped_and_training_goes_on(tmp_path):
     assert len(done.losses()) == 3
     # The skipped step does not advance the schedule.
     assert "learning rate: 6.250000E-04" in done.lines("iteration        4/")[0]
-
-
-def wait_for(log, text: str, seconds: float = 30.0):
-    end = time.monotonic() + seconds
-    while text not in log.read_text(errors="replace"):
-        assert time.monotonic() < end, log.read_text(errors="replace")
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

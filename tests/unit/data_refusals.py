@@ -11,6 +11,7 @@ INTERLEAVED = {
     "num_virtual_stages_per_pipeline_rank": 2,
     "overlap_p2p_communication": False,
 }
+FIM = {**DATA, "data_path": ["a"], "fim_data": True}
 STEPS = {"step_batch_size_schedule": "0:4 640:8", "train_samples": 80}
 
 DATA_REFUSED = [
@@ -111,6 +112,16 @@ DATA_REFUSED = [
     ),
     (1, {"data_mix_change": "continue"}, "--data-mix-change", ["Add --load"]),
     (1, {"num_dataset_builder_threads": 0}, "--num-dataset-builder-threads", ["1 or more"]),
+    (1, {"fim_rate": 0.3}, "--fim-rate", ["0.3 and nothing", "Add --fim-data"]),
+    (1, {"fim_pad_token": "<p>"}, "--fim-pad-token", ["Add --fim-data"]),
+    (1, {"fim_data": True, "mock_data": True}, "--fim-data", ["are numbers"]),
+    (1, {"fim_data": True}, "--fim-data", ["are numbers"]),
+    (1, {**FIM, "fim_rate": 1.5}, "--fim-rate", ["got 1.5", "0 to 1"]),
+    (1, {**FIM, "fim_spm_rate": -0.5}, "--fim-spm-rate", ["0 to 1"]),
+    (1, {**FIM, "fim_split_sample": "<file>"}, "--fim-split-sample", ["Give both"]),
+    (1, {**FIM, "fim_fragment_rate": 0.0}, "--fim-split-sample", ["nothing and 0.0"]),
+    (1, {**FIM, "fim_middle_token": "<fim_prefix>"}, "--fim-prefix-token", ["for both"]),
+    (1, {**FIM, "fim_pad_token": "<fim_suffix>"}, "--fim-suffix-token", ["for both"]),
     (1, {**DATA, "data_args_path": "no/such"}, "--data-args-path", ["cannot be read"]),
     (1, {**DATA, "per_split_data_args_path": "no/such"}, "--per-split-data-args-path", ["read"]),
 ]

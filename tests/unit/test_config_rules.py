@@ -382,6 +382,11 @@ REFUSED = [
         "--override-opt_param-scheduler",
         ["Remove one"],
     ),
+    (
+        {"load": "x", "finetune": True, "use_checkpoint_opt_param_scheduler": True},
+        "--use-checkpoint-opt_param-scheduler",
+        ["Remove one"],
+    ),
     ({"wandb_project": "p"}, "--wandb-exp-name", ["Add --wandb-exp-name"]),
     ({"wandb_entity": "p"}, "--wandb-entity", ["Add --wandb-project"]),
     ({"manual_gc_interval": 5}, "--manual-gc-interval", ["Add --manual-gc"]),
@@ -885,6 +890,7 @@ def test_rules_are_listed_by_subject():
         "stats",
         "data",
         "mix",
+        "fim",
         "saving",
     ]
     assert len(list(dict.fromkeys(modules))) == len(

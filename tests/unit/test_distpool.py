@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import os
 import time
 
@@ -55,13 +56,23 @@ def test_the_cause_is_shown_before_what_followed_from_it(how, said):
     assert "gloo" in caught.value.failures[1][1]
 
 
-def sleep_forever(rank, world):
+def sleep_forever(rank, world, begun):
+    begun.touch()
     time.sleep(600)
 
 
-def test_a_hung_rank_shows_its_stack():
+def test_a_hung_rank_shows_its_stack(tmp_path, monkeypatch):
+    """The time limit passes once the rank is there, and not before."""
+    begun, wait = tmp_path / "begun", multiprocessing.connection.wait
+
+    def once_begun(connections, timeout):
+        while not begun.exists():
+            assert wait(connections, 0.01) == []
+        return wait(connections, timeout)
+
+    monkeypatch.setattr(multiprocessing.connection, "wait", once_begun)
     with pytest.raises(RankError, match=r"(?s)still running after 0.3 s.*sleep_forever"):
-        run_ranks(sleep_forever, 1, timeout=0.3)
+        run_ranks(sleep_forever, 1, begun, timeout=0.3)
 
 
 def test_ranks_are_independent_of_earlier_calls():

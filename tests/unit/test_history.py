@@ -227,7 +227,7 @@ phases = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(phases)
 def test_no_token_is_read_twice_before_all_were_read(tmp_path_factory, changes):
     folder = tmp_path_factory.mktemp("mix")

@@ -9,7 +9,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.indexed import (
@@ -81,9 +81,7 @@ def test_read_back(tmp_path, mmap):
     assert again[0].tolist() == [0, 1, 2, 3, 4]
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(
     documents=st.lists(
         st.lists(st.lists(st.integers(0, 127), max_size=6), min_size=1, max_size=3), max_size=6

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import ParallelState
 from megatron.training.checkpointing import load_checkpoint
+from megatron.training.foreign_state import check_optimizer_form
 from megatron.training.megatron_convert import Target, convert
 from megatron.training.progress import Progress
 from tests.saving import save_checkpoint
@@ -104,6 +105,13 @@ def test_a_run_continues_from_ranks_files(originals, tmp_path):
         model.decoder.layers[3].mlp.experts.linear_fc1.weight2,
         stored.read_row("decoder.layers.mlp.experts.experts.linear_fc1.weight", 3, 2),
     )
+
+
+def test_the_optimizer_of_ranks_files_is_refused(originals, tmp_path):
+    root, _ = originals["llama"]
+    reader = open_reader(convert(root, Target("torch", tmp_path)))
+    with pytest.raises(CheckpointError, match=r"in format torch.*--no-load-optim \(or --finetune"):
+        check_optimizer_form(reader.common, reader)
 
 
 def test_what_a_file_of_a_rank_holds(originals, tmp_path):

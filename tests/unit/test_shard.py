@@ -86,7 +86,7 @@ def boxes(dims):
     return st.lists(one, min_size=dims, max_size=dims)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 3).flatmap(lambda d: st.tuples(boxes(d), boxes(d))))
 def test_overlap_agrees_with_counting_points(pair):
     def points(box):

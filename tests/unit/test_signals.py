@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from megatron.config import make_config
 from megatron.core.mesh import Axis
+from megatron.training import signals
 from megatron.training.signals import ExitWatch
 
 CPU = torch.device("cpu")
@@ -33,10 +36,18 @@ def test_interval():
         assert own.reason(10) == "exiting program at iteration 10"
 
 
-def test_duration():
-    with watch(exit_duration_in_mins=2, started=time.monotonic() - 90) as own:
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still; the list holds its time in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_duration(clock):
+    with watch(exit_duration_in_mins=2, started=clock[0] - 90) as own:
         assert own.reason(1) is None
-    with watch(exit_duration_in_mins=2, started=time.monotonic() - 150) as own:
+        clock[0] += 60
         assert own.reason(1) == "exiting program after 2.50 minutes"
 
 
@@ -58,11 +69,11 @@ def test_signal_is_noted_inside_and_handled_as_before_outside():
     assert seen == ["outer", "outer"]
 
 
-def test_a_deadline_runs_from_the_signal_on():
+def test_a_deadline_runs_from_the_signal_on(clock):
     with watch(exit_signal_handler=True, exit_signal="SIGHUP", exit_signal_deadline=5.0) as own:
         assert own.reason(1) is None
         assert own.seconds_left() is None
         os.kill(os.getpid(), signal.SIGHUP)
-        time.sleep(0.05)
+        clock[0] += 0.5
         assert own.reason(2) == "exiting program after receiving SIGHUP."
-        assert 4.0 < own.seconds_left() <= 4.95
+        assert own.seconds_left() == 4.5

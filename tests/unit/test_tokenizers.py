@@ -11,7 +11,7 @@ import pytest
 import regex
 import sentencepiece
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import make_config
@@ -103,9 +103,7 @@ TEXT_TYPES = [kind for kind in TOKENIZER_TYPES if kind != "NullTokenizer"]
 
 
 @pytest.mark.parametrize("kind", TEXT_TYPES)
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_round_trip(home, kind, text):
     """Any text comes back, and no id is outside the vocabulary."""

@@ -27,7 +27,7 @@ def store():
 @pytest.fixture
 def other():
     """A process that does nothing, in the place of another rank."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()
     process.wait()
@@ -58,7 +58,7 @@ def two(other_pid=None):
 
 
 def told_in_time(told):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while not told and time.monotonic() < deadline:
         time.sleep(0.01)
     return told
@@ -86,6 +86,7 @@ def test_a_stopped_process_is_named(watched, other, monkeypatch):
     monkeypatch.setattr(watch, "_LOOK_S", 0.05)
     monkeypatch.setattr(watch, "_ANSWER_S", 0.1)
     os.kill(other.pid, signal.SIGSTOP)
+    os.waitpid(other.pid, os.WUNTRACED)
     one, told = watched(0, two(other.pid))
     one.blame("Timed out")
     assert f"(process {other.pid}): got no answer. Timed out. It does not react" in told[0]

@@ -18,6 +18,8 @@ from megatron.core.datasets.blend import (
     parse_blend,
     with_surplus,
 )
+from megatron.core.datasets.cache import note
+from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.gpt import (
     MOCK_SPLIT,
     Corpus,
@@ -26,9 +28,17 @@ from megatron.core.datasets.gpt import (
     MockGPTDataset,
     SampleConfig,
 )
-from megatron.core.datasets.history import Part, Record, continued, differences, keys
+from megatron.core.datasets.history import (
+    Mix,
+    Part,
+    Record,
+    continued,
+    differences,
+    keys,
+    recognized,
+)
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.mixed import CorpusStream, Ledger, MixedDataset, mix_of
+from megatron.core.datasets.mixed import CorpusStream, Ledger, MixedDataset, evaluated, mix_of
 from megatron.core.datasets.split import SPLIT_NAMES, Range, parse_split, split_documents
 from megatron.core.datasets.tokenizers import Tokenizer
 from megatron.core.errors import DataError, complaint
@@ -130,7 +140,8 @@ def sample_config(config: RunConfig, tokenizer: Tokenizer, planned: bool) -> Sam
     """Return what shapes the samples of a run.
 
     Raises:
-        DataError: An option about ends of documents, and the tokenizer marks none.
+        DataError: An option about ends of documents, and the tokenizer marks none; or it lacks
+            tokens for fill-in-the-middle.
     """
     for flag, given in (
         ("--eod-mask-loss", config.eod_mask_loss),
@@ -150,6 +161,7 @@ def sample_config(config: RunConfig, tokenizer: Tokenizer, planned: bool) -> Sam
         eod_mask_loss=config.eod_mask_loss,
         reset_position_ids=config.reset_position_ids,
         reset_attention_mask=config.reset_attention_mask,
+        fim=FillInTheMiddle(tokenizer, config.fim) if config.fim_data else None,
         planned=planned,
     )
 
@@ -176,6 +188,7 @@ def build_datasets(
         DataError: The data are unusable, or another mix than the one the run was reading.
     """
     opened: dict[str, Corpus] = {}
+    at = position or Position()
     train, test, ledger = None, None, None
     valid: Mapping[str, Dataset] = {}
     plain = per_split(config)
@@ -188,8 +201,7 @@ def build_datasets(
                 opened[prefix] = _open(config, tokenizer, prefix, split.flag)
         make = _Maker(split, opened, samples, turn)
         if split.name == "train":
-            record = None if position is None else position.record
-            train, ledger = make.training(spec, plain, record, config.data_mix_change)
+            train, ledger = make.training(spec, plain, at.record, config.data_mix_change)
         elif split.name == "test":
             test = make.dataset(spec, plain)
         elif config.multiple_validation_sets:
@@ -197,7 +209,21 @@ def build_datasets(
             valid = make.sets(spec, names)
         else:
             valid = {"": make.dataset(spec, plain)}
+    if ledger is not None:
+        before = {} if at.record is None else at.record.evaluated
+        ledger.evaluated = evaluated(valid) or before
+        for name in before.keys() & ledger.evaluated.keys():
+            _compare_validation(name, before[name], ledger.evaluated[name], at.valid)
     return Datasets(train, valid, test, ledger)
+
+
+def _compare_validation(name: str, before: list[str], now: list[str], read: int) -> None:
+    if before != now:
+        note(
+            f"NOTE: validation{f' {name}' if name else ''} reads other documents than before: "
+            f"{', '.join(before)} became {', '.join(now)}. Losses from here on do not compare with "
+            f"those before. It goes on at sample {read} of the new order"
+        )
 
 
 def _open(config: RunConfig, tokenizer: Tokenizer, prefix: str, flag: str) -> Corpus:
@@ -332,29 +358,38 @@ class _Maker:
         """
         resumed, past = None, []
         if record is not None:
-            resumed = self._resumed(spec, plain, record, on_change)
+            new = self._mix(spec, plain)
+            mix, renamed = recognized(record.mix, new)
+            for line in renamed:
+                note(f"NOTE: corpus {line}")
+            record = replace(record, mix=mix)
+            resumed = self._resumed(spec, new, record, on_change)
             changed = resumed is not None and resumed.begin != record.mix.begin
             past = record.closed() if changed else record.past
         made = self.dataset(spec, plain) if resumed is None else resumed
         return made, None if self.samples.planned else Ledger(made, spec.read_once, past)
 
-    def _resumed(
-        self, spec: BlendSpec, plain: bool, record: Record, on_change: str
-    ) -> MixedDataset | None:
-        """Return the dataset that goes on where a checkpoint stopped, None for `dataset`'s."""
+    def _mix(self, spec: BlendSpec, plain: bool) -> Mix:
+        """Return what `dataset` reads, as a run from its beginning."""
         # Whether corpora that are read once last is judged by what is left of them.
         split = replace(self.split, target=1) if spec.read_once else self.split
         planned = replace(self.samples, planned=True)
         ahead = _Maker(split, self.corpora, planned, Turn()).dataset(spec, plain)
-        new, target = mix_of(ahead, spec.read_once), self.split.target
+        return mix_of(ahead, spec.read_once)
+
+    def _resumed(
+        self, spec: BlendSpec, new: Mix, record: Record, on_change: str
+    ) -> MixedDataset | None:
+        """Return the dataset that goes on where a checkpoint stopped, None for `dataset`'s."""
         if new == record.mix:
             return None
+        target = self.split.target
         changes = differences(record.mix, new)
         if changes and on_change == "refuse":
             raise _changed(record, changes)
         corpora = dict(zip(keys(new.parts), (self.corpora[p] for p in spec.prefixes), strict=True))
         if changes:
-            mix = continued(record, new, [c.sequence_lengths for c in corpora.values()], target)
+            mix = continued(record, new, list(corpora.values()), target)
         else:
             lengths = [corpora[key].sequence_lengths for key in keys(record.mix.parts)]
             mix = record.mix.with_samples(target - record.mix.begin, lengths)

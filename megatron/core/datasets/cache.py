@@ -95,9 +95,14 @@ def _log(base: Path, what: str, begun: float) -> None:
     logger.info("index %s: %s %.1f s", base, what, time.perf_counter() - begun)
 
 
+def note(text: str) -> None:
+    """Say a line about the data to whoever hears `decisions`."""
+    logger.info(text)
+
+
 @contextlib.contextmanager
 def decisions(say: Callable[[str], None]) -> Iterator[None]:
-    """Hand every decision about the cache inside the block to `say`, one line each."""
+    """Hand every decision about the data inside the block to `say`, one line each."""
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.datasets.batch import cut_window
 from megatron.core.datasets.cache import Arrays, cached_arrays
+from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.index import EpochPlan, IntArray, SampleOrder, count_tokens
 from megatron.core.errors import DataError, complaint
 
@@ -59,6 +60,7 @@ class SampleConfig:
         eod_mask_loss: No loss at end-of-document inputs.
         reset_position_ids: Positions restart after each end of document.
         reset_attention_mask: Attention stays inside documents.
+        fim: Rearranges the documents of samples, None if they stay as they are.
         planned: Whether datasets only say how many samples there will be; nothing can be read.
     """
 
@@ -72,6 +74,7 @@ class SampleConfig:
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    fim: FillInTheMiddle | None = None
     planned: bool = False
 
 
@@ -111,14 +114,19 @@ class Windows(ABC):
         return self.tokens(int(self.shuffle[index]) * length, length + 1)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return cut_window(
-            torch.from_numpy(self.window(index)),
+        window, padding = self.window(index), 0
+        if self.config.fim is not None:
+            window, padding = self.config.fim.rearranged(window, self.config.seed, index)
+        sample = cut_window(
+            torch.from_numpy(window),
             eod=self.config.eod,
             pad=self.config.pad,
             eod_mask_loss=self.config.eod_mask_loss,
             reset_position_ids=self.config.reset_position_ids,
             reset_attention_mask=self.config.reset_attention_mask,
         )
+        sample["loss_mask"][window.size - 1 - padding :] = 0.0
+        return sample
 
 
 class GPTDataset(Windows):

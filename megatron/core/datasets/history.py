@@ -16,7 +16,7 @@ without the files of a corpus that it leaves out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -24,11 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.core.datasets.blend import dataset_targets, with_surplus
+from megatron.core.datasets.gpt import Corpus
 from megatron.core.datasets.index import EpochPlan
 from megatron.core.errors import DataError, complaint
 
 _BLOCK = 1 << 18
 _BLOCKS = 256
+# Documents whose first tokens stand for those of a corpus, and how many tokens.
+_LOOKED_AT, _LOOKED_FAR = 8, 64
 
 Lengths = npt.NDArray[np.int32]
 
@@ -41,6 +44,15 @@ def lengths_digest(lengths: Lengths) -> str:
     else:
         for start in np.linspace(0, lengths.size - _BLOCK, _BLOCKS):
             digest.update(np.ascontiguousarray(lengths[int(start) :][:_BLOCK]).tobytes())
+    return digest.hexdigest()
+
+
+def tokens_digest(corpus: Corpus, sequences: int) -> str:
+    """Return a hash of tokens at a few places of the first `sequences` documents of a corpus."""
+    digest = hashlib.blake2b(digest_size=16)
+    for index in np.linspace(0, sequences - 1, _LOOKED_AT).astype(np.int64).tolist():
+        count = min(_LOOKED_FAR, int(corpus.sequence_lengths[index]))
+        digest.update(corpus.get(index, 0, count).astype("<i8").tobytes())
     return digest.hexdigest()
 
 
@@ -107,6 +119,7 @@ class Part:
         start: Samples of them that were taken before the mix began.
         passes: Orders over documents that were made of it so far, which vary the seed.
         tokens: Tokens read of it before the mix began.
+        content: Hash of tokens at a few places, empty in checkpoints that do not have it.
     """
 
     name: str
@@ -118,6 +131,7 @@ class Part:
     start: int = 0
     passes: int = 0
     tokens: int = 0
+    content: str = ""
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Part:
@@ -212,9 +226,39 @@ def keys(parts: Sequence[Part]) -> list[tuple[str, str, int]]:
     seen: list[tuple[str, str]] = []
     found = []
     for part in parts:
-        seen.append((part.name, part.digest))
-        found.append((part.name, part.digest, seen.count(seen[-1])))
+        seen.append((part.name, part.digest + part.content))
+        found.append((*seen[-1], seen.count(seen[-1])))
     return found
+
+
+# How a corpus of a checkpoint is known again: as it was, as it was if the checkpoint does not say
+# which tokens it had, and under another name.
+_KNOWN: tuple[Callable[[Part, Part], bool], ...] = (
+    lambda old, new: (old.name, old.digest, old.content) == (new.name, new.digest, new.content),
+    lambda old, new: not old.content and (old.name, old.digest) == (new.name, new.digest),
+    lambda old, new: (old.digest, old.content) == (new.digest, new.content),
+)
+
+
+def recognized(old: Mix, new: Mix) -> tuple[Mix, list[str]]:
+    """Return a mix with its corpora called as they are in another, and say which got a new name."""
+    held, free = [*old.parts, *old.done, *old.gone], list(new.parts)
+    found: dict[int, Part] = {}
+    for same in _KNOWN:
+        for place, part in enumerate(held):
+            match = next((one for one in free if same(part, one)), None)
+            if match is not None and place not in found:
+                free.remove(match)
+                found[place] = replace(part, name=match.name, content=match.content)
+    names = [
+        f"{held[place].name} is now called {part.name}"
+        for place, part in found.items()
+        if held[place].name != part.name
+    ]
+    now = [found.get(place, part) for place, part in enumerate(held)]
+    rest = len(old.parts) + len(old.done)
+    parts, done, gone = now[: len(old.parts)], now[len(old.parts) : rest], now[rest:]
+    return replace(old, parts=tuple(parts), done=tuple(done), gone=tuple(gone)), names
 
 
 def differences(old: Mix, new: Mix) -> list[str]:
@@ -267,17 +311,20 @@ class Record:
         consumed: Samples that the run had consumed.
         read: Samples that the mix had taken of each part.
         past: Earlier mixes: where they began and ended, and what they took.
+        evaluated: The corpora of each validation set, in words.
     """
 
     mix: Mix
     consumed: int
     read: list[int]
     past: list[dict[str, Any]] = field(default_factory=list)
+    evaluated: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Record:
         """Read what `to_dict` made."""
-        return cls(Mix.of(saved["mix"]), saved["consumed"], saved["read"], saved["past"])
+        sets = {name: list(words) for name, words in saved.get("evaluated", {}).items()}
+        return cls(Mix.of(saved["mix"]), saved["consumed"], saved["read"], saved["past"], sets)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -294,13 +341,13 @@ class Record:
         return [*self.past, last]
 
 
-def continued(record: Record, new: Mix, lengths: Sequence[Lengths], target: int) -> Mix:
+def continued(record: Record, new: Mix, corpora: Sequence[Corpus], target: int) -> Mix:
     """Return the mix that goes on with `new` where the recorded one stopped.
 
     Args:
         record: What the checkpoint says.
         new: The mix of this run, as one that begins at sample 0.
-        lengths: Documents' lengths of its corpora.
+        corpora: Its corpora.
         target: Samples of the whole run.
 
     Raises:
@@ -311,9 +358,9 @@ def continued(record: Record, new: Mix, lengths: Sequence[Lengths], target: int)
         part.advanced(read, old.sequence_length)
         for part, read in zip(old.parts, record.read, strict=True)
     ] + [*old.gone, *old.done]
-    parts = []
-    for part, own in zip(new.parts, lengths, strict=True):
-        before = _found(part, held, own)
+    parts, lengths = [], [corpus.sequence_lengths for corpus in corpora]
+    for part, corpus, own in zip(new.parts, corpora, lengths, strict=True):
+        before = _found(part, held, corpus)
         if before is None:
             fresh = replace(part, orders=part.orders if new.once else (), passes=int(new.once))
             parts.append(fresh)
@@ -338,14 +385,17 @@ def continued(record: Record, new: Mix, lengths: Sequence[Lengths], target: int)
     return mix.with_samples(target - record.consumed, lengths)
 
 
-def _found(part: Part, held: Sequence[Part], lengths: Lengths) -> Part | None:
+def _found(part: Part, held: Sequence[Part], corpus: Corpus) -> Part | None:
     """Return the state of a corpus, grown or not, among those that were read before."""
     for one in held:
-        if (one.name, one.digest) == (part.name, part.digest):
+        if (one.name, one.digest, one.content) == (part.name, part.digest, part.content):
             return one
     for one in held:
-        grown = one.name == part.name and one.sequences <= part.sequences
-        if grown and lengths_digest(lengths[: one.sequences]) == one.digest:
+        if one.name != part.name or one.sequences > part.sequences:
+            continue
+        if lengths_digest(corpus.sequence_lengths[: one.sequences]) == one.digest and (
+            not one.content or tokens_digest(corpus, one.sequences) == one.content
+        ):
             return one
     return None
 

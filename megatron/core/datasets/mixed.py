@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,14 @@ from megatron.core.datasets.gpt import (
     SampleConfig,
     Windows,
 )
-from megatron.core.datasets.history import Mix, Order, Part, Record, lengths_digest
+from megatron.core.datasets.history import (
+    Mix,
+    Order,
+    Part,
+    Record,
+    lengths_digest,
+    tokens_digest,
+)
 
 _RUNS = ("run_start", "run_place", "shuffle_index")
 _TURNS = ("dataset_index", "dataset_sample_index")
@@ -223,6 +230,7 @@ def part_of(dataset: GPTDataset) -> Part:
         count=count,
         orders=(order,),
         passes=1,
+        content=tokens_digest(dataset.corpus, len(dataset.corpus)),
     )
 
 
@@ -253,10 +261,14 @@ class Ledger:
         dataset: The training data.
         once: Whether its corpora were listed without weights.
         past: Earlier mixes, see `Record`.
+
+    Attributes:
+        evaluated: The corpora of each validation set, in words.
     """
 
     def __init__(self, dataset: Trained, once: bool, past: Sequence[dict[str, Any]] = ()) -> None:
         self.mix, self._past = mix_of(dataset, once), list(past)
+        self.evaluated: dict[str, list[str]] = {}
         turns = getattr(dataset, "dataset_index", None)
         if isinstance(dataset, MixedDataset) and dataset.turns is not None:
             turns = dataset.turns["dataset_index"]
@@ -268,4 +280,17 @@ class Ledger:
         read = [taken]
         if self._turns is not None:
             read = np.bincount(self._turns[:taken], minlength=len(self.mix.parts)).tolist()
-        return Record(self.mix, consumed, read, self._past)
+        return Record(self.mix, consumed, read, self._past, self.evaluated)
+
+
+def evaluated(valid: Mapping[str, Trained]) -> dict[str, list[str]]:
+    """Say in words which corpora each validation set has."""
+    found = {}
+    for name, dataset in valid.items():
+        mix = mix_of(dataset, once=False)
+        found[name] = [
+            f"{share:.4g} {part.name} (documents {part.first} to {part.first + part.count - 1}, "
+            f"{(part.digest + part.content)[::8]})"
+            for part, share in zip(mix.parts, mix.shares, strict=True)
+        ]
+    return found

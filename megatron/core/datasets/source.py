@@ -21,7 +21,7 @@ from megatron.core.datasets.build import (
 )
 from megatron.core.datasets.mixed import Ledger
 from megatron.core.datasets.tokenizers import Tokenizer
-from megatron.core.errors import DataError, complaint
+from megatron.core.errors import DataError, complaint, on_every_rank
 from megatron.core.mesh import Axis, ParallelState
 from megatron.core.tensor_parallel.mappings import gather_objects
 
@@ -280,16 +280,15 @@ def _agree(world: Axis, datasets: Datasets, problem: DataError | None) -> None:
     mine = str(problem) if problem else [(n, d.fingerprint()) for n, d in datasets.named()]
     theirs: list[object] = gather_objects(mine, world)
     if problem is not None:
-        raise problem
+        raise on_every_rank(problem)
     for rank, other in enumerate(theirs):
         if isinstance(other, str):
-            raise DataError(f"rank {rank} cannot read the data. {other}")
+            raise on_every_rank(DataError(f"rank {rank} cannot read the data. {other}"))
         if other != theirs[0]:
-            raise DataError(
-                complaint(
-                    "--data-path",
-                    f"data on rank {rank} that differ from those on rank 0",
-                    "Their files have different documents or were indexed differently",
-                    "Copy the same .bin and .idx files to every node",
-                )
+            text = complaint(
+                "--data-path",
+                f"data on rank {rank} that differ from those on rank 0",
+                "Their files have different documents or were indexed differently",
+                "Copy the same .bin and .idx files to every node",
             )
+            raise on_every_rank(DataError(text))

@@ -6,33 +6,25 @@ same error on all ranks and never a hang.
 
 from __future__ import annotations
 
-import io
+import pickle
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from typing import cast
 
 from megatron.core.dist_checkpointing import directory as place
 from megatron.core.dist_checkpointing.lock import Lock
 from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.dist_checkpointing.peers import Peers
+from megatron.core.dist_checkpointing.plans import Plans, save_failure
 from megatron.core.dist_checkpointing.retention import Retention
-from megatron.core.dist_checkpointing.shard import Sharded, volume
-from megatron.core.dist_checkpointing.storage import (
-    ChecksumWriter,
-    FileRecord,
-    PlainPlanner,
-    Reader,
-)
+from megatron.core.dist_checkpointing.shard import Sharded
+from megatron.core.dist_checkpointing.storage import ChecksumWriter, FileRecord, Reader
 from megatron.core.dist_checkpointing.store import persistently
-from megatron.core.dist_checkpointing.writing import HostBuffers, ShareWriter
-from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
-
-_SLACK_BYTES = 1 << 20  # index, manifest, container overhead
+from megatron.core.dist_checkpointing.writing import HostBuffers, Share, ShareWriter
+from megatron.core.errors import CheckpointError, UnusableCheckpointError
 
 
 @dataclass(frozen=True)
@@ -111,6 +103,7 @@ class Saving:
         peers: See there.
         assets: See there.
         care: See there.
+        plans: What the saves before agreed on, if that is kept.
 
     Raises:
         CheckpointError: On every rank, when the directory cannot be written to, has too little
@@ -126,43 +119,25 @@ class Saving:
         peers: Peers,
         assets: Mapping[str, Path | bytes] | None = None,
         care: Care | None = None,
+        plans: Plans | None = None,
     ) -> None:
         self.iteration = iteration
         self._start = time.monotonic()
         self._root, self._peers, self._assets = root, peers, dict(assets or {})
         self._care = care or Care()
-        self._metadata: Metadata | None = None
-        self._needed = 0
-        planner = PlainPlanner(partial=self._care.alone)
-        state = {**tensors, **{key: io.BytesIO(data) for key, data in blobs.items()}}
-        planner.set_up_planner(state, is_coordinator=peers.leads)
-        offer = planner.create_local_plan(), {key: len(data) for key, data in blobs.items()}
-        own = peers.share_out(offer, lambda offers: self._plan(planner, offers))
-        self._tmp, plan, self._needed = own
-        self._writer = ShareWriter(self._tmp, plan, tensors, blobs, self._care.read_back)
+        self._plans = plans or Plans(peers, self._care.alone)
+        agreed = self._plans.agree(tensors, blobs, root, self._prepare)
+        self._tmp, self._needed = agreed.result, agreed.needed_bytes
+        self._writer = ShareWriter(self._tmp, agreed.part, tensors, blobs, self._care.read_back)
+        self._commit: _Commit | None = None
 
-    def _plan(
-        self, planner: PlainPlanner, offers: list[tuple[SavePlan, dict[str, int]]]
-    ) -> list[tuple[Path, SavePlan, int]]:
-        """On the first rank: divide the work, and make room for the files."""
-        try:
-            plans, self._metadata = planner.create_global_plan([plan for plan, _ in offers])
-        except ValueError as error:
-            raise CheckpointError(_save_failure(self._root, 0, str(error))) from error
-        entries = self._metadata.state_dict_metadata
-        lengths = {key: n for _, blobs in offers for key, n in blobs.items()}
-        needed = sum(lengths.values()) + _SLACK_BYTES
-        for entry in entries.values():
-            if isinstance(entry, TensorStorageMetadata):
-                size = sum(volume(chunk.sizes) for chunk in entry.chunks)
-                needed += size * entry.properties.dtype.itemsize
+    def _prepare(self, needed: int) -> Path:
+        """On the first rank: make room for the files."""
         care = self._care
         if care.lock is not None:
             care.lock.confirm()
         make_room = care.retention.make_room if care.retention else None
-        tmp = place.prepare(self._root, self.iteration, needed, make_room)
-        prefixed = ChecksumWriter(tmp).prepare_global_plan(plans)
-        return [(tmp, plan, needed) for plan in prefixed]
+        return place.prepare(self._root, self.iteration, needed, make_room)
 
     def write(self) -> None:
         """Write this rank's files; what goes wrong is told by `finish`."""
@@ -195,25 +170,57 @@ class Saving:
         """Wait for this rank's files, or for so many seconds; return whether they are written."""
         return self._writer.wait(timeout_s)
 
+    @property
+    def handed_in(self) -> bool:
+        """Whether the first rank has what it needs to turn the files into a checkpoint."""
+        return self._commit is not None
+
+    @property
+    def committed(self) -> bool:
+        """Whether nothing is done any more for this checkpoint on this rank."""
+        return self._commit is not None and self._commit.done
+
+    def hand_in(self) -> None:
+        """Tell the first rank what was written, which completes the checkpoint in the background.
+
+        Collective, for when all have `written`.
+        """
+        self._gather(None).start()
+
+    def wait_for_commit(self) -> None:
+        """Wait for what `hand_in` began."""
+        if self._commit is not None:
+            self._commit.wait()
+
     def finish(self, check: Callable[[Path], None] | None = None) -> Saved:
         """Wait for all ranks' files and turn them into the latest checkpoint. Collective.
 
         Args:
-            check: See `save`.
+            check: See `save`; only without `hand_in`.
 
         Raises:
             CheckpointError: On every rank, when any rank failed.
         """
-        self._writer.wait()
-        share = _Share(self._writer.problem, self._writer.results, self._writer.records)
-        return self._peers.share_out(share, lambda shares: self._commit(shares, check))
+        commit = self._commit
+        if commit is None:
+            self._writer.wait()
+            commit = self._gather(check)
+            commit.run()
+        commit.wait()
+        return self._peers.decide(lambda: commit.saved)
 
-    def _commit(self, shares: list[_Share], check: Callable[[Path], None] | None) -> list[Saved]:
+    def _gather(self, check: Callable[[Path], None] | None) -> _Commit:
+        shares = self._peers.gather_to_first(self._writer.share)
+        work = None if shares is None else lambda: self._complete(shares, check)
+        self._commit = _Commit(work)
+        return self._commit
+
+    def _complete(self, packed: list[bytes], check: Callable[[Path], None] | None) -> Saved:
         """On the first rank: put the shares together and commit them."""
         if self._care.lock is not None:
             self._care.lock.confirm()  # first: the files of another job are none to discard
         try:
-            records = self._join(shares)
+            records = self._join([pickle.loads(share) for share in packed])
             if check is not None:
                 check(self._tmp)
             final = place.commit(self._tmp, records)
@@ -222,10 +229,10 @@ class Saving:
             if isinstance(error, CheckpointError):
                 raise
             reason = place.describe(error)
-            raise CheckpointError(_save_failure(self._root, self._needed, reason)) from error
+            raise CheckpointError(save_failure(self._root, self._needed, reason)) from error
         size = sum(r.size_bytes for r in records.values())
         seconds = time.monotonic() - self._start
-        return [Saved(final, size, seconds, self._remove_older())] * len(shares)
+        return Saved(final, size, seconds, self._remove_older())
 
     def _remove_older(self) -> str:
         """Remove what need not be kept; returns what went wrong, which is not the save's fault."""
@@ -237,17 +244,17 @@ class Saving:
             return f"WARNING: --keep-last: a checkpoint in {self._root} was not removed: {reason}"
         return ""
 
-    def _join(self, shares: list[_Share]) -> dict[str, FileRecord]:
+    def _join(self, shares: list[Share]) -> dict[str, FileRecord]:
         """Write the index and the further files; return all files' sizes and checksums."""
         for rank, share in enumerate(shares):
             if share.problem:
                 reason = f"{share.problem} (rank {rank})"
-                raise CheckpointError(_save_failure(self._root, self._needed, reason))
-        if self._metadata is None:
-            raise CheckpointError(_save_failure(self._root, self._needed, "it has no plan"))
+                raise CheckpointError(save_failure(self._root, self._needed, reason))
+        if self._plans.index is None:
+            raise CheckpointError(save_failure(self._root, self._needed, "it has no plan"))
         writer = ChecksumWriter(self._tmp)
-        metadata, results = self._metadata, [share.results for share in shares]
-        persistently(lambda: writer.finish(metadata, results), self._tmp)
+        index, results = self._plans.index, [share.results for share in shares]
+        persistently(lambda: writer.finish(index, results), self._tmp)
         records = dict(writer.records)
         for share in shares:
             records.update(share.records)
@@ -255,13 +262,40 @@ class Saving:
         return records
 
 
-@dataclass(frozen=True)
-class _Share:
-    """What a rank wrote, or why it could not."""
+class _Commit:
+    """The end of a save: work of the first rank, nothing for the others."""
 
-    problem: str
-    results: list[WriteResult]
-    records: dict[str, FileRecord]
+    def __init__(self, work: Callable[[], Saved] | None) -> None:
+        self._work = work
+        self._thread: threading.Thread | None = None
+        self._saved: Saved | None = None
+        self._problem: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def saved(self) -> Saved:
+        """What was saved; raises what went wrong."""
+        if self._problem is not None:
+            raise self._problem
+        return cast(Saved, self._saved)
+
+    def start(self) -> None:
+        if self._work is not None:
+            self._thread = threading.Thread(target=self.run, name="checkpoint commit", daemon=True)
+            self._thread.start()
+
+    def run(self) -> None:
+        try:
+            self._saved = self._work() if self._work is not None else None
+        except Exception as error:  # raised where somebody asks for the result
+            self._problem = error
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
 
 def open_checkpoint(directory: Path, peers: Peers, contents: bool = True) -> Reader:
@@ -292,13 +326,3 @@ def _open(directory: Path) -> Reader:
         problems = [f"{directory / n} is missing" for n in missing]
         raise CheckpointError(place.damage(directory, problems))
     return reader
-
-
-def _save_failure(root: Path, needed: int, reason: str) -> str:
-    return complaint(
-        "--save",
-        root,
-        f"The checkpoint of about {needed:,} bytes could not be written: {reason}",
-        "Earlier checkpoints and the tracker are untouched; free space or fix the directory, "
-        "then resume",
-    )

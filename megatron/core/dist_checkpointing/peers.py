@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from megatron.core import wire
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, on_every_rank
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.mappings import gather_objects
 
@@ -37,6 +37,10 @@ class Peers:
         """Return every rank's value, in rank order, on every rank."""
         return gather_objects(value, self._axis)
 
+    def gather_to_first(self, value: T) -> list[T] | None:
+        """Return every rank's value, in rank order, on the first rank, None on the others."""
+        return [value] if self.size == 1 else wire.gather_to_first(value, self._axis)
+
     def agree(self, problem: str | None) -> None:
         """Raise the first problem that any rank has on all of them.
 
@@ -47,7 +51,8 @@ class Peers:
         for rank, text in enumerate(problems):
             if text is not None:
                 shared = all(other == text for other in problems)
-                raise CheckpointError(text if shared else f"rank {rank} has a problem. {text}")
+                told = text if shared else f"rank {rank} has a problem. {text}"
+                raise on_every_rank(CheckpointError(told))
 
     def decide(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the first rank and give its result, or its failure, to all.
@@ -64,7 +69,7 @@ class Peers:
         if self.size > 1:
             outcome = wire.broadcast_object(outcome, self._axis)
         if outcome[1] is not None:
-            raise CheckpointError(str(outcome[1]))
+            raise on_every_rank(CheckpointError(str(outcome[1])))
         return outcome[0]  # type: ignore[return-value]
 
     def share_out(self, value: T, work: Callable[[list[T]], list[U]]) -> U:
@@ -75,7 +80,7 @@ class Peers:
         """
         if self.size == 1:
             return self.decide(lambda: work([value])[0])
-        values = wire.gather_to_first(value, self._axis)
+        values = self.gather_to_first(value)
         outcomes: list[tuple[U | None, str | None]] | None = None
         if values is not None:
             try:
@@ -84,7 +89,7 @@ class Peers:
                 outcomes = [(None, str(error))] * self.size
         result, problem = wire.scatter_from_first(outcomes, self._axis)
         if problem is not None:
-            raise CheckpointError(problem)
+            raise on_every_rank(CheckpointError(problem))
         return result  # type: ignore[no-any-return]
 
     def attempt(self, work: Callable[[], T]) -> T:

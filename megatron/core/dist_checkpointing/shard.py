@@ -57,6 +57,7 @@ class Sharded(torch.Tensor):
 
     pieces: tuple[Piece, ...]
     padded_dim: int | None
+    _places: dict[tuple[int, ...], int]  # offset -> which piece: there may be thousands
 
     @staticmethod
     def __new__(
@@ -84,6 +85,7 @@ class Sharded(torch.Tensor):
             cls, shape, dtype=first.dtype, device=first.device
         )
         self.pieces = blocks
+        self._places = {blocks[i].offset: i for i in reversed(range(len(blocks)))}
         self.padded_dim = padded_dim
         return self
 
@@ -130,10 +132,13 @@ class Sharded(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Find the block that starts at ``index.offset``."""
         wanted = tuple(index.offset) if index.offset is not None else None
-        for piece in self.pieces:
-            if piece.offset == wanted:
-                return piece.values()
-        raise CheckpointError(f"{index.fqn}: this rank holds no block at offset {wanted}.")
+        if wanted not in self._places:
+            raise CheckpointError(f"{index.fqn}: this rank holds no block at offset {wanted}.")
+        return self.block(wanted)
+
+    def block(self, offset: tuple[int, ...]) -> Tensor:
+        """Return the values of the block that starts there."""
+        return self.pieces[self._places[offset]].values()
 
 
 def _check_pieces(shape: torch.Size, pieces: tuple[Piece, ...]) -> None:

@@ -50,6 +50,7 @@ INDEX_FILE = ".metadata"
 _COPY_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 _SHOWN = 3  # problems in a message
+_LEAD_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class Pace:
     def __init__(self) -> None:
         self._hurry = threading.Event()
         self._since_sync = 0
+
+    def begin(self) -> None:
+        """Let the run go on first, which has just asked for the writer."""
+        self._hurry.wait(_LEAD_S)
 
     def hurry(self) -> None:
         """Go on at full speed."""

@@ -8,15 +8,17 @@ thread looks at nothing that training changes.
 A thread, not a process: it ends with the run at whatever moment that is killed, so that nobody is
 left behind who goes on writing into a directory which the next run cleans. It costs the run little,
 because compressing, checksums and system calls leave Python to the others
-(`docs/decisions/006-async-save.md`).
+(`docs/decisions/001-async-save.md`).
 """
 
 from __future__ import annotations
 
 import io
 import os
+import pickle
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -48,11 +50,13 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._plan: SavePlan | None = None
+        self._copies: dict[str, Sharded] = {}
 
     @property
     def num_bytes(self) -> int:
-        """What the room takes."""
-        return sum(room.nbytes for room in self._rooms.values())
+        """What the last copy takes."""
+        return sum(piece.local.nbytes for copy in self._copies.values() for piece in copy.pieces)
 
     def copy(self, tensors: Mapping[str, Sharded], plan: SavePlan) -> dict[str, Sharded]:
         """Copy the blocks that a plan writes.
@@ -67,20 +71,40 @@ class HostBuffers:
         Raises:
             CheckpointError: The memory does not suffice.
         """
-        before, self._rooms = self._rooms, {}
+        self.reserve(tensors, plan)
+        blocks = [
+            (tensors[key].block(piece.offset), piece.local)
+            for key, copy in self._copies.items()
+            for piece in copy.pieces
+        ]
+        live = [block for block, _ in blocks]
+        if live:
+            torch._foreach_copy_([room for _, room in blocks], live, non_blocking=True)
+        if any(block.is_cuda for block in live):
+            torch.cuda.current_stream().synchronize()
+        return dict(self._copies)
+
+    def reserve(self, tensors: Mapping[str, Sharded], plan: SavePlan) -> None:
+        """Make the room that `copy` needs, as far as it is not there.
+
+        Args:
+            tensors: See `copy`.
+            plan: See there. The same one means blocks of the same shapes.
+
+        Raises:
+            CheckpointError: The memory does not suffice.
+        """
+        if plan is self._plan:
+            return
         pieces: dict[str, list[Piece]] = {}
-        on_device = False
         try:
             for item in plan.items:
-                if item.type == WriteItemType.BYTE_IO:
-                    continue
-                key, offset = item.index.fqn, tuple(item.index.offset or ())
-                live = tensors[key].__get_tensor_shard__(item.index)
-                room = _fitting(before.pop((key, offset), None), live)
-                room.copy_(live, non_blocking=True)
-                on_device = on_device or live.is_cuda
-                self._rooms[key, offset] = room
-                pieces.setdefault(key, []).append(Piece(room, offset))
+                if item.type != WriteItemType.BYTE_IO:
+                    key, offset = item.index.fqn, tuple(item.index.offset or ())
+                    # What another plan needs stays: a run may have one for each kind of save.
+                    room = _fitting(self._rooms.get((key, offset)), tensors[key].block(offset))
+                    self._rooms[key, offset] = room
+                    pieces.setdefault(key, []).append(Piece(room, offset))
         except (RuntimeError, MemoryError) as error:
             raise CheckpointError(
                 complaint(
@@ -90,15 +114,24 @@ class HostBuffers:
                     "Save without it, or use fewer processes on a machine",
                 )
             ) from error
-        if on_device:
-            torch.cuda.current_stream().synchronize()
-        return {key: Sharded(tensors[key].size(), own) for key, own in pieces.items()}
+        self._copies = {key: Sharded(tensors[key].size(), own) for key, own in pieces.items()}
+        self._plan = plan
 
 
 def _fitting(room: Tensor | None, live: Tensor) -> Tensor:
     if room is not None and room.shape == live.shape and room.dtype == live.dtype:
         return room
-    return torch.empty(live.shape, dtype=live.dtype, device="cpu", pin_memory=live.is_cuda)
+    # Zeros, so that the system hands out the pages now and not when the run waits for the copy.
+    return torch.zeros(live.shape, dtype=live.dtype, device="cpu", pin_memory=live.is_cuda)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank wrote, or why it could not."""
+
+    problem: str
+    results: list[WriteResult]
+    records: dict[str, FileRecord]
 
 
 class ShareWriter:
@@ -112,9 +145,8 @@ class ShareWriter:
         read_back: Compare the files with what was written, from the disk where that is possible.
 
     Attributes:
-        results: Where each entry lies, once written.
-        records: File name -> size and checksum, once written.
-        problem: Why it failed; empty when it did not.
+        share: The `Share`, once written. As bytes, since it is as long as the plan, and the run
+            that sends it to the first rank should not wait for more than that.
     """
 
     def __init__(
@@ -129,9 +161,7 @@ class ShareWriter:
         self._read_back = read_back
         self._thread: threading.Thread | None = None
         self._pace = Pace()
-        self.results: list[WriteResult] = []
-        self.records: dict[str, FileRecord] = {}
-        self.problem = ""
+        self.share = b""
 
     @property
     def done(self) -> bool:
@@ -155,20 +185,22 @@ class ShareWriter:
         return self.done
 
     def run(self) -> None:
-        """Write; what goes wrong becomes `problem`."""
+        """Write; what goes wrong becomes part of the share."""
         try:
-            persistently(self._write, self._tmp)
+            share = persistently(self._write, self._tmp)
         except OSError as error:
-            self.problem = place.describe(error)
+            share = Share(place.describe(error), [], {})
         except Exception as error:  # a writer that fails is the same error on all ranks
-            self.problem = str(error) or repr(error)
+            share = Share(str(error) or repr(error), [], {})
+        self.share = pickle.dumps(share)
 
     def _behind(self) -> None:
+        self._pace.begin()
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self.run()
 
-    def _write(self) -> None:
+    def _write(self) -> Share:
         if not self._tmp.is_dir():
             raise CheckpointError(
                 f"{self._tmp} is not visible here: the save directory is not shared by all machines"
@@ -180,10 +212,11 @@ class ShareWriter:
             **{key: io.BytesIO(data) for key, data in self._blobs.items()},
         }
         planner.set_up_planner(state)
-        self.results = writer.write_data(self._plan, planner).value()
-        self.records = dict(writer.records)
+        results = writer.write_data(self._plan, planner).value()
+        records = dict(writer.records)
         if self._read_back:
-            check_written(self._tmp, self.records)
+            check_written(self._tmp, records)
+        return Share("", results, records)
 
 
 def check_written(folder: Path, records: Mapping[str, FileRecord]) -> None:

@@ -115,11 +115,11 @@ class NVFP4Quantizer(Quantizer):
         block = (fp4.BLOCK if self.square else 1, fp4.BLOCK)
         return self._blocks(x, block, axis, _ROWS), None
 
-    def colwise(self, x: torch.Tensor, *, axis: Axis | None = None) -> QuantizedTensor:
+    def colwise(self, x: torch.Tensor) -> QuantizedTensor:
         """As in the base class; where rows are mixed, their number is rounded up to 16."""
         if self.square:
-            return self.rowwise(x, axis=axis).t()
-        return self._columns(x, axis).t()
+            return self.rowwise(x).t()
+        return self._columns(x, None).t()
 
     def keep(self, x: torch.Tensor, row: QuantizedTensor, *, axis: Axis | None = None) -> Operand:
         """`x` quantized along its rows, or `x` itself if other ranks hold parts of its blocks."""

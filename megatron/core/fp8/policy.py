@@ -115,16 +115,12 @@ class Fp8Policy:
         """
         return next((one for one in self.recipes if isinstance(one, DelayedScaling)), None)
 
-    def decide(
-        self, path: str, layer_number: int | None = None, num_layers: int | None = None
-    ) -> Decision:
+    def decide(self, path: str) -> Decision:
         """The answer for one layer.
 
         Args:
-            path: Dotted module path; for an expert, that of its group.
-            layer_number: Number of the transformer layer, from 1, over the whole model. Default:
-                read from `layers.N` (from 0) in the path.
-            num_layers: Number of transformer layers of the model; default `self.num_layers`.
+            path: Dotted module path; for an expert, that of its group. `layers.N` in it is the
+                number of the transformer layer, from 0, over the whole model.
 
         Raises:
             PrecisionError: If the layer number is outside the model.
@@ -133,18 +129,17 @@ class Fp8Policy:
             return Decision(None, False, "FP8 is off (no --fp8-format)")
         if path.rpartition(".")[2] in self.excluded:
             return Decision(None, False, "this layer is always kept in high precision")
-        total = num_layers if num_layers is not None else self.num_layers
-        number = layer_number if layer_number is not None else _number_from(path)
-        if number is not None and (number < 1 or (total is not None and number > total)):
+        total, number = self.num_layers, _number_from(path)
+        if number is not None and total is not None and number > total:
             raise PrecisionError(
                 complaint(
                     f"layer number of {path}",
                     number,
-                    f"Transformer layers are numbered from 1 to {total or 'the last'}",
+                    f"Transformer layers are numbered from 1 to {total}",
                     "Pass the layer's number in the whole model",
                 )
             )
-        kept = self._kept_in_bf16(number, total)
+        kept = self._kept_in_bf16(number)
         if kept:
             return Decision(None, False, kept)
         rule = next((one for one in self.rules if one.rule.fits(path)), None)
@@ -165,12 +160,12 @@ class Fp8Policy:
             return Decision(None, False, label)
         return Decision(rule.recipe, wgrad, "", wgrad_reason, fprop, dgrad, label)
 
-    def _kept_in_bf16(self, number: int | None, total: int | None) -> str:
+    def _kept_in_bf16(self, number: int | None) -> str:
         if number is None:
             return ""
         if number <= self.first_in_bf16:
             return f"--first-last-layers-bf16: among the first {self.first_in_bf16} layers"
-        if total is not None and number > total - self.last_in_bf16:
+        if self.num_layers is not None and number > self.num_layers - self.last_in_bf16:
             return f"--first-last-layers-bf16: among the last {self.last_in_bf16} layers"
         return ""
 

@@ -75,9 +75,9 @@ class Quantizer(ABC):
         self.record(amax)
         return made
 
-    def colwise(self, x: torch.Tensor, *, axis: Axis | None = None) -> QuantizedTensor:
+    def colwise(self, x: torch.Tensor) -> QuantizedTensor:
         """`x` transposed, `[cols, rows]`, quantized along the rows of `x`."""
-        return self.transposed(self.rowwise(x, axis=axis))
+        return self.transposed(self.rowwise(x))
 
     def both(self, x: torch.Tensor, *, axis: Axis | None = None) -> tuple[QuantizedTensor, Operand]:
         """`rowwise(x)`, and what `keep` keeps; with one kernel for both where there is one."""
@@ -277,7 +277,7 @@ class BlockQuantizer(Quantizer):
         row, col = kernels.cast_blocks_both(x, self.fmt, length, self.blocks.rule)
         return self._operand(*row, (1, length)), self._operand(*col, (length, 1)), None
 
-    def colwise(self, x: torch.Tensor, *, axis: Axis | None = None) -> QuantizedTensor:
+    def colwise(self, x: torch.Tensor) -> QuantizedTensor:
         """See the base class."""
         return self.transposed(self._blocks(x, self.blocks.row[::-1]))
 

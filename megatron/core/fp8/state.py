@@ -176,11 +176,9 @@ class Fp8State:
         self.attention_layers: dict[str, AttentionPrecision] = {}
 
     @classmethod
-    def disabled(
-        cls, device: torch.device | str = "cpu", params_dtype: torch.dtype = torch.bfloat16
-    ) -> Fp8State:
+    def disabled(cls, params_dtype: torch.dtype = torch.bfloat16) -> Fp8State:
         """A state in which every layer runs in high precision."""
-        return cls(Fp8Policy(), device=device, params_dtype=params_dtype)
+        return cls(Fp8Policy(), params_dtype=params_dtype)
 
     @classmethod
     def from_config(cls, config: Any, device: torch.device | str = "cpu") -> Fp8State:
@@ -222,27 +220,17 @@ class Fp8State:
         every = (self.book, self.expert_book, self.attention_book)
         return [book for book in every if book is not None]
 
-    def for_linear(
-        self,
-        path: str,
-        layer_number: int | None = None,
-        num_layers: int | None = None,
-        *,
-        is_expert: bool = False,
-    ) -> LinearPrecision:
+    def for_linear(self, path: str, *, is_expert: bool = False) -> LinearPrecision:
         """Decide the precision of one linear layer and give it its scales.
 
         Args:
             path: Module path, unique in the model; of an expert, its number in the whole model
                 is the last component.
-            layer_number: Transformer layer, numbered from 1 over the whole model; default from
-                `layers.N` in the path.
-            num_layers: Transformer layers of the whole model; default from the configuration.
             is_expert: Whether the layer belongs to one expert, whose scales only the ranks that
                 hold this expert share.
         """
         layer = path.rpartition(".")[0] if is_expert else path
-        decision = self.policy.decide(layer, layer_number, num_layers)
+        decision = self.policy.decide(layer)
         slots = None
         book = self.expert_book if is_expert else self.book
         if book is not None and isinstance(decision.recipe, DelayedScaling):

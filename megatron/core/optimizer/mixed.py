@@ -299,6 +299,11 @@ class MixedPrecisionOptimizer:
         for slot in self.slots:
             yield slot.name, self._tensors(slot)
 
+    @property
+    def lends_copies(self) -> bool:
+        """Whether some tensors of `named_state` are not live."""
+        return self._compact is not None and any(self._scaled_kinds(slot) for slot in self.slots)
+
     def loadable_state(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Yield what `named_state` does, to be written into; call `finish_load` afterwards."""
         self._loading = {}

@@ -42,9 +42,11 @@ from megatron.core.fp8 import (
 from megatron.training.failures import lost_contact
 
 _fork = multiprocessing.get_context("fork")
-_COLLECTIVE_TIMEOUT_S = 30
-_GRACE_AFTER_FAILURE_S = 2.0  # for others to say what happened to them
-_GRACE_FOR_CAUSE_S = 10.0  # as long as all that is known is that another rank went away
+_COLLECTIVE_TIMEOUT_S = 180
+_GRACE_AFTER_FAILURE_S = 20.0  # for others to say what happened to them
+_GRACE_FOR_CAUSE_S = 60.0  # as long as all that is known is that another rank went away
+_GRACE_FOR_END_S = 60.0  # from the end of a rank's connection to that of its process
+_GRACE_FOR_STACKS_S = 10.0
 _NO_RANK = -1
 _DONE, _FAILED, _LOST_CONTACT = "done", "failed", "lost contact"
 
@@ -104,7 +106,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 180,
     detail: bool = True,
     quiet: bool = False,
     **kwargs: Any,
@@ -251,8 +253,8 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:
             worker = workers[rank]
             try:
                 state, value = pickle.loads(conn.recv_bytes())
-            except EOFError:
-                worker.process.join(10)  # on a busy machine a process takes a while to be gone
+            except (EOFError, OSError):  # killed before or while it answers
+                worker.process.join(_GRACE_FOR_END_S)
                 code = worker.process.exitcode
                 text = f"--- rank {rank} died, exit code {code} ---{worker.printed()}"
                 causes.append((rank, text))
@@ -269,12 +271,17 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:
 
 
 def _hung(workers: Sequence[_Worker], ranks: Sequence[int], timeout: float) -> str:
-    for rank in ranks:
-        process = workers[rank].process
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(0.3)
+    asked = [worker for worker in map(workers.__getitem__, ranks) if worker.stacks.exists()]
+    for worker in asked:
+        if worker.process.is_alive():
+            os.kill(worker.process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + _GRACE_FOR_STACKS_S
+    while time.monotonic() < deadline and not all(worker.stacks.stat().st_size for worker in asked):
+        time.sleep(0.05)
+    time.sleep(0.3)  # stacks are written line by line
     text = [f"ranks {list(ranks)} still running after {timeout} s"]
     for rank in ranks:
-        text.append(f"--- rank {rank} ---\n{workers[rank].stacks.read_text().strip()}")
+        own = workers[rank].stacks
+        stacks = own.read_text().strip() if own.exists() else "it has not begun yet"
+        text.append(f"--- rank {rank} ---\n{stacks}")
     return "\n".join(text)

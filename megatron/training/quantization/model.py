@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.core.errors import CheckpointError, DataError, complaint
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training import hf_config, hf_files
+from megatron.training.hf_rows import tensors_of
 from megatron.training.hf_sources import HfSource, MegatronSource, Source
 from megatron.training.quantization import packed
 from megatron.training.quantization.gptq import (
@@ -27,7 +28,6 @@ from megatron.training.quantization.streaming import (
     Batch,
     LayerStream,
     run,
-    tensors_of,
     watch_inputs,
 )
 
@@ -187,7 +187,7 @@ def _write(
     act_order = gptq is not None and gptq.act_order
     config = hf_config.read_config(source.directory)
     config["quantization_config"] = packed.quantization_config(grid, act_order, kept)
-    packed.write_json(directory / "config.json", config)
+    hf_files.write_json(directory / "config.json", config)
     for name, path in source.tokenizer.items():
         shutil.copyfile(path, directory / name)
     return Written(reports, kept, 8 * packed_bytes / sum(r.elements for r in reports))

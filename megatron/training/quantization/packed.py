@@ -7,7 +7,6 @@ the compressed-tensors package, transformers and vLLM read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,12 +77,7 @@ class ShardWriter:
     def finish(self) -> None:
         """Write the index."""
         index = {"metadata": {"total_size": self.num_bytes}, "weight_map": self.weight_map}
-        write_json(self.directory / hf_files.SAFE_INDEX, index)
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write values as a JSON file."""
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        hf_files.write_json(self.directory / hf_files.SAFE_INDEX, index)
 
 
 def quantization_config(grid: Grid, act_order: bool, ignore: list[str]) -> dict[str, Any]:

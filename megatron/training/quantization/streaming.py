@@ -8,7 +8,7 @@ Shape legend: s sequence, b windows of a batch, h hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.hf_convert import config_of
-from megatron.training.hf_rows import OUTSIDE, Place, Row
+from megatron.training.hf_rows import tensors_of
 from megatron.training.hf_sources import Source
 
 
@@ -36,17 +36,6 @@ class Batch:
 
     tokens: Tensor
     hidden: Tensor
-
-
-def tensors_of(rows: Sequence[Row], layer: int | None) -> Iterator[tuple[Row, Place]]:
-    """Yield the tensors of one layer, expert by expert; those outside the layers for None."""
-    for row in rows:
-        if layer is None:
-            if not row.per_layer:
-                yield row, OUTSIDE
-        elif row.per_layer and (row.layers is None or layer in row.layers):
-            for expert in range(row.num_experts) if row.num_experts else (None,):
-                yield row, Place(layer, expert)
 
 
 class LayerStream:

@@ -44,6 +44,15 @@ class Tokenizer(ABC):
         """Return the ids of each of several texts."""
         return [self.tokenize(text) for text in texts]
 
+    def tokenize_part(self, text: str) -> list[int]:
+        """Return the ids of a piece of a text: what `tokenize` adds at the ends is left out."""
+        return self.tokenize(text)
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of a token of this name, None if there is none."""
+        del name
+        return None
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids."""

@@ -27,6 +27,16 @@ class _PackageTokenizer(Tokenizer):
         ids: list[int] = self._model.encode_batch_fast([text])[0].ids
         return ids
 
+    def tokenize_part(self, text: str) -> list[int]:
+        """Return the ids of a piece of a text, without what the post-processor adds."""
+        ids: list[int] = self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of a token of this name, None if there is none."""
+        number: int | None = self._model.token_to_id(name)
+        return number
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids, special tokens spelled out."""
         text: str = self._model.decode([int(number) for number in ids], skip_special_tokens=False)

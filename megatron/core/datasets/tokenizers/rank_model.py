@@ -112,14 +112,18 @@ class TikTokenizer(Tokenizer):
         return list(special)
 
     def _id(self, role: str) -> int | None:
-        found = (name for name in USUAL_NAMES[role] if name in self._special)
-        name = next(found, None)
-        return None if name is None else self._first_special + self._special.index(name)
+        found = (self.token_id(name) for name in USUAL_NAMES[role])
+        return next((number for number in found if number is not None), None)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text."""
         ids: list[int] = self._model.encode_ordinary(text)
         return [number + self._shift for number in ids] if self._shift else ids
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of a special token of this name, None if there is none."""
+        known = name in self._special
+        return self._first_special + self._special.index(name) if known else None
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids, special tokens spelled out; unused ids vanish."""

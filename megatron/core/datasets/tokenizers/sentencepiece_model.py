@@ -45,6 +45,11 @@ class SentencePieceTokenizer(Tokenizer):
         ids: list[list[int]] = self._model.encode(list(texts), num_threads=1)
         return ids
 
+    def token_id(self, name: str) -> int | None:
+        """Return the id of a piece of this name, None if there is none."""
+        number = int(self._model.piece_to_id(name))
+        return number if self._model.id_to_piece(number) == name else None
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids; begin, end and padding have none."""
         text: str = self._model.decode([int(number) for number in ids])
@@ -77,6 +82,10 @@ class Llama2Tokenizer(SentencePieceTokenizer):
         """Return the ids of a text, with the begin id in front."""
         begin = [] if self.bos is None else [self.bos]
         return begin + super().tokenize(text)
+
+    def tokenize_part(self, text: str) -> list[int]:
+        """Return the ids of a piece of a text, without the begin id."""
+        return super().tokenize(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each of several texts, with the begin id in front of each."""
