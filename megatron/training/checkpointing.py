@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import exchange, io, plain, schema
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import Sharded
 from megatron.core.dist_checkpointing.storage import Reader
+from megatron.core.dist_checkpointing.store import path_of
 from megatron.core.errors import complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.shards import FlatRange
@@ -214,9 +215,9 @@ def check_save(
     """
     if cfg.save is None:
         return
-    peers, root = Peers(mesh.world), Path(cfg.save)
+    peers, root = Peers(mesh.world), path_of(cfg.save)
     peers.decide(lambda: place.check_writable(root, keep))
-    if not peers.leads or (cfg.load is not None and Path(cfg.load).resolve() == root.resolve()):
+    if not peers.leads or (cfg.load is not None and path_of(cfg.load).resolve() == root.resolve()):
         return
     before = place.committed(root)
     if before:

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.retention import is_sound
 from megatron.core.dist_checkpointing.storage import Reader
+from megatron.core.dist_checkpointing.store import path_of
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import Axis, ParallelState
 from megatron.training import checkpoint_config
@@ -143,7 +144,7 @@ def _open(candidate: _Candidate, peers: Peers, contents: bool) -> Opened:
 
 def _candidates(cfg: RunConfig, mesh: ParallelState, peers: Peers) -> list[_Candidate]:
     """What may be loaded, in the order in which it is tried; the same on every rank."""
-    root = Path(cfg.load)
+    root = path_of(cfg.load)
     found = peers.decide(lambda: place.find(root, cfg.ckpt_step))
     if found is not None and found.notes and cfg.no_ckpt_fallback:
         raise CheckpointError(
@@ -186,7 +187,7 @@ def _say_nothing_there(cfg: RunConfig, peers: Peers, say: Say) -> None:
     Raises:
         CheckpointError: The user wants an error.
     """
-    root = Path(cfg.load)
+    root = path_of(cfg.load)
     tracker = root / place.TRACKER_FILE
     others = peers.decide(lambda: place.committed(root))
     if cfg.exit_on_missing_checkpoint:
@@ -225,7 +226,7 @@ def read_newest_common(
     Raises:
         CheckpointError: There is one and it is unusable.
     """
-    found = place.find(Path(load), step)
+    found = place.find(path_of(load), step)
     if found is None:
         return None
     problems: list[CheckpointError] = []

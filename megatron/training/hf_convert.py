@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,7 +73,7 @@ def write_huggingface(
         if fp8 is not None:
             config["quantization_config"] = fp8.config()
         for name, path in source.tokenizer.items():
-            shutil.copyfile(path, tmp / name)
+            (tmp / name).write_bytes(path.read_bytes())
         hf_files.write_json(tmp / "config.json", config)
         if not (tmp / "generation_config.json").exists():
             special = {n: config[n] for n in SPECIAL_TOKENS if config.get(n) is not None}

@@ -42,6 +42,7 @@ from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool  # no
 from megatron.core.dist_checkpointing import directory as place  # noqa: E402
 from megatron.core.dist_checkpointing import schema  # noqa: E402
 from megatron.core.dist_checkpointing.mp_reader import open_reader  # noqa: E402
+from megatron.core.dist_checkpointing.store import given_path  # noqa: E402
 from megatron.core.errors import CheckpointError, MegatronError, complaint  # noqa: E402
 from megatron.training.checkpoint_config import read_common, saved_settings  # noqa: E402
 from megatron.training.inspection import fp8_figures, rewrite  # noqa: E402
@@ -61,7 +62,7 @@ def parser() -> ToolParser:
     for name, (run, _) in _ACTIONS.items():
         text = (run.__doc__ or "").splitlines()[0]
         own = actions.add_parser(name, help=text, description=text)
-        own.add_argument("directory", type=Path, help="save directory, or one checkpoint's")
+        own.add_argument("directory", type=given_path, help="save directory, or one checkpoint's")
         _ACTIONS[name][1](own)
         own.add_argument("--json", action="store_true", help="print one JSON object")
     return p
@@ -78,7 +79,7 @@ def _only(p: argparse.ArgumentParser) -> None:
 
 
 def _diff_flags(p: argparse.ArgumentParser) -> None:
-    p.add_argument("other", type=Path, help="what to compare with")
+    p.add_argument("other", type=given_path, help="what to compare with")
     p.add_argument("--other-step", type=int, help="its iteration instead of the latest")
     _only(p)
     p.add_argument("--atol", type=float, default=0.0, help="absolute difference that is none")
@@ -86,13 +87,13 @@ def _diff_flags(p: argparse.ArgumentParser) -> None:
 
 
 def _config_flags(p: argparse.ArgumentParser) -> None:
-    p.add_argument("other", type=Path, nargs="?", help="show what is set differently there")
+    p.add_argument("other", type=given_path, nargs="?", help="show what is set differently there")
     p.add_argument("--other-step", type=int, help="its iteration instead of the latest")
     _step(p)
 
 
 def _rename_flags(p: argparse.ArgumentParser) -> None:
-    p.add_argument("output", type=Path, help="new save directory")
+    p.add_argument("output", type=given_path, help="new save directory")
     p.add_argument(
         "--map", nargs=2, action="append", required=True, metavar=("PATTERN", "REPLACEMENT"),
         help="regular expression and what takes its place in every key; may be repeated",
@@ -101,7 +102,9 @@ def _rename_flags(p: argparse.ArgumentParser) -> None:
 
 
 def _prune_flags(p: argparse.ArgumentParser) -> None:
-    p.add_argument("output", type=Path, nargs="?", help="new save directory for a smaller copy")
+    p.add_argument(
+        "output", type=given_path, nargs="?", help="new save directory for a smaller copy"
+    )
     p.add_argument(
         "--drop", nargs="+", choices=rewrite.DROPPABLE, help="what the copy does without"
     )
@@ -129,7 +132,7 @@ def _find(directory: Path, step: int | None) -> Path:
 
 
 def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    return sum(place.sizes_of(directory).values())
 
 
 def _print(args: argparse.Namespace, values: Any, lines: Sequence[str]) -> None:
@@ -211,7 +214,7 @@ def verify(args: argparse.Namespace) -> int:
     records = place.read_manifest(directory)
     problems = place.verify(directory)
     reader = open_reader(directory)
-    missing = [n for n in sorted(reader.files()) if not (directory / n).is_file()]
+    missing = sorted(reader.files() - place.sizes_of(directory, reader.files()).keys())
     problems += [f"{directory / n} is missing" for n in missing if records is None]
     lines = list(problems)
     if records is None:

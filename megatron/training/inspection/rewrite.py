@@ -147,7 +147,7 @@ def _piece(reader: Reader, where: Where) -> Piece:
 def _assets(reader: Reader) -> dict[str, Path | bytes]:
     """Return the files beside the tensors: settings, tokenizer, and what else there is."""
     data, root = reader.files(), reader.directory
-    names = [str(p.relative_to(root)) for p in sorted(root.rglob("*")) if p.is_file()]
+    names = sorted(place.sizes_of(root))
     found: dict[str, Path | bytes] = {
         n: root / n for n in names if n not in data and n not in _OWN_FILES
     }
