@@ -33,6 +33,7 @@ from megatron.training import (
     finding,
     foreign_state,
     fp8_entries,
+    megatron_entries,
     random_state,
 )
 from megatron.training.descriptions import Descriptions
@@ -244,17 +245,19 @@ def _common(
     """The entry that all ranks share; the outer names are Megatron-Core's."""
     counters = progress.to_dict()
     args = argparse.Namespace(**{**cfg.to_dict(), **counters})
+    scalars = optimizer.scalars() if optimizer else None
+    schedule = scheduler.state_dict() if scheduler else None
+    theirs = megatron_entries.entries(cfg, scalars, schedule)
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": progress.iteration,
         "args": args,
         "given": cfg.given_dict(),
         "num_floating_point_operations_so_far": progress.floating_point_operations_so_far,
-        "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
         "progress": counters,
         "arrangement": finding.arrangement(mesh),
-        "opt_param_scheduler": scheduler.state_dict() if scheduler else None,
-        "optimizer_scalars": optimizer.scalars() if optimizer else None,
+        "optimizer_scalars": scalars,
+        **theirs,
     }
 
 
@@ -458,6 +461,7 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
 
 def _check_optimizer_tensors(loading: _Loading, state: Mapping[str, Sharded]) -> None:
     foreign_state.check_optimizer_form(loading.common, loading.reader)
+    loading.reader.take_weights_as_masters()
     stored = _stored(loading.reader, lambda k: k.startswith(schema.OPTIMIZER_PREFIX))
     hint = "pass --no-load-optim or --finetune to load the weights alone"
     _check_tensors(loading, state, stored, "the optimizer", hint)

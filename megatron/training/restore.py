@@ -125,6 +125,9 @@ def _config(
     if saved.get("fp8_policy_text"):
         kept["fp8_policy"] = saved["fp8_policy_text"]  # its file may be gone
     changed = {name: value for name, value in settings.items() if value is not None}
+    if changed.get("tokenizer_type") not in (None, kept.get("tokenizer_type")):
+        of_another = set(TOKENIZER_FIELDS) - {"vocab_size"}  # that one is the model's
+        kept = {name: value for name, value in kept.items() if name not in of_another}
     fixed = {
         "micro_batch_size": 1,
         "train_iters": 1,
@@ -153,6 +156,6 @@ def restore_from(args: argparse.Namespace) -> Restored:
         args.load,
         step=args.ckpt_step,
         device=args.device,
-        settings={name: getattr(args, name) for name in TOKENIZER_FIELDS if hasattr(args, name)},
+        settings={name: getattr(args, name) for name in TOKENIZER_FIELDS},
         say=lambda line: print(line, file=sys.stderr),  # noqa: T201 - tools only
     )

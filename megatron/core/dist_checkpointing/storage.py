@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from megatron.core.dist_checkpointing import safe_pickle
 from megatron.core.dist_checkpointing.chunks import ChunkIndex, misplaced
-from megatron.core.dist_checkpointing.foreign import own_names
+from megatron.core.dist_checkpointing.foreign import own_names, weights_as_masters
 from megatron.core.dist_checkpointing.safe_pickle import Forbidden, Opaque, refusal
 from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
 from megatron.core.dist_checkpointing.store import Parts, StorePath
@@ -305,6 +305,12 @@ class Reader:
                 self.tensors[key] = TensorEntry(tuple(entry.size), entry.properties.dtype)
             else:
                 self.blobs.append(key)
+
+    def take_weights_as_masters(self) -> None:
+        """Give masters that are not stored, since the fp32 weights are, their names too."""
+        for key, weight in weights_as_masters(self.tensors).items():
+            self.tensors[key] = self.tensors[weight]
+            self._stored[key] = self._stored[weight]
 
     def files(self) -> set[str]:
         """Return the names of the data files that the index refers to."""

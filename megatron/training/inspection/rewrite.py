@@ -158,8 +158,8 @@ def _assets(reader: Reader) -> dict[str, Path | bytes]:
 
 def _common(content: bytes, drop: Sequence[str]) -> bytes:
     """Forget in the common entry what is not there any more; untouched if it knew nothing."""
-    forgotten = {"optimizer": "optimizer_scalars", "fp8": "fp8"}
-    names = [forgotten[part] for part in drop if part in forgotten]
+    forgotten = {"optimizer": ("optimizer_scalars", "optimizer"), "fp8": ("fp8",)}
+    names = [name for part in drop for name in forgotten.get(part, ())]
     common = plain.load(content, schema.COMMON_KEY)
     if not any(common.get(name) for name in names):
         return content
