@@ -37,6 +37,7 @@ from megatron.training.checkpoint_config import (
     stacking_of,
 )
 from megatron.training.hf_convert import DTYPES, config_of
+from megatron.training.safetensors_file import in_type
 
 _COUNTERS = ("num_floating_point_operations_so_far",)
 _VOCABULARY_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
@@ -229,7 +230,7 @@ def _lazy(reader: Reader, key: str, stored: torch.dtype, dtype: torch.dtype | No
         extents = (*(1,) * len(row), *shape[len(row) :])
 
         def make(row: tuple[int, ...] = row, extents: tuple[int, ...] = extents) -> torch.Tensor:
-            return reader.read_row(key, *row).to(own).reshape(extents).contiguous()
+            return in_type(reader.read_row(key, *row), own, key).reshape(extents).contiguous()
 
         offset = (*row, *(0,) * (len(shape) - len(row)))
         pieces.append(Piece(torch.empty(extents, dtype=own, device="meta"), offset, make))

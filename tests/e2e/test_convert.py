@@ -438,8 +438,9 @@ def padded(state):
         (padded, "model.embed_tokens.weight has 260 rows and vocab_size is 257"),
         (lambda s: {**s, "model.extra": torch.ones(2)}, "in the model: model.extra"),
         (lambda s: {k: v for k, v in s.items() if "1.mlp.up" not in k}, "layers.1.mlp.up_proj"),
+        (lambda s: {**s, "lm_head.weight": s["lm_head.weight"].int()}, "holds int32, not weights"),
     ],
-    ids=["padded", "extra", "missing"],
+    ids=["padded", "extra", "missing", "integers"],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path, capsys, change, message):
     make_model("llama", tmp_path / "hf")
@@ -499,6 +500,7 @@ def test_the_command_line_of_megatrons_tool(tmp_path, capsys):
         (["--checkpoint-type", "meta"], "--checkpoint-type: got meta"),
         (["--bf16", "--target-dtype", "fp32"], "--bf16: got set. --target-dtype is fp32"),
         (["--tokenizer-model", "nowhere"], "--tokenizer-model: got nowhere"),
+        (["--true-vocab-size", "100"], "--true-vocab-size: got 100. The source says 257"),
     ],
 )
 def test_spellings_that_cannot_be_honoured(tmp_path, capsys, flags, message):
