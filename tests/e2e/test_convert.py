@@ -151,7 +151,9 @@ def test_round_trip_is_bitwise_and_logits_agree(tmp_path, capsys, name):
 def test_through_the_files_of_megatrons_ranks(tmp_path, name):
     make_model(name, tmp_path / "hf")
     sizes = ("--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "3")
+    (tmp_path / "ranks.tmp").mkdir()  # somebody's own
     assert run("hf", "torch", tmp_path / "hf", tmp_path / "ranks", *sizes) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"hf", "ranks", "ranks.tmp"}
     assert run("torch", "hf", tmp_path / "ranks", tmp_path / "back") == 0
     before, after = state_of(tmp_path / "hf"), state_of(tmp_path / "back")
     assert before.keys() == after.keys()
@@ -506,6 +508,20 @@ def test_the_command_line_of_megatrons_tool(tmp_path, capsys):
 def test_spellings_that_cannot_be_honoured(tmp_path, capsys, flags, message):
     make_model("llama", tmp_path / "hf")
     assert run("llama_mistral", "core", tmp_path / "hf", tmp_path / "ckpt", *flags) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--target-dtype", "fp8"], "--target-dtype: got fp8"),
+        (["--fp8-weights", "tensor"], "--fp8-weights: got tensor"),
+        (["--target-expert-parallel-size", "0"], "--target-expert-parallel-size: got 0"),
+        (["--bf16", "--target-dtype", "fp32"], "--bf16: got set"),
+    ],
+)
+def test_what_megatrons_formats_do_not_have(tmp_path, capsys, flags, message):
+    assert run("megatron", "torch", tmp_path / "ckpt", tmp_path / "out", *flags) == 1
     assert message in capsys.readouterr().err
 
 
