@@ -129,7 +129,12 @@ def open_newest(
             for line in _oddities(opened):
                 say(line)
         return opened
-    raise problems[0]
+    if len(problems) == 1:
+        raise problems[0]
+    # The first one's message may recommend another of them.
+    why = f"None of its {len(problems)} checkpoints can be loaded, for the reasons above"
+    fix = "Restore one from a copy, or give another directory"
+    raise CheckpointError(complaint("--load", cfg.load, why, fix)) from problems[0]
 
 
 def _open(candidate: _Candidate, peers: Peers, contents: bool) -> Opened:

@@ -80,6 +80,9 @@ def test_a_damaged_checkpoint(damage, ckpt):
         named = changed(resume(ckpt), "--load", ckpt / "iter_0000002")
         refused(named, 1, f"--load: got {ckpt / 'iter_0000002'}", says)
         assert snapshot(ckpt) == before
+    if damage == "index":
+        (ckpt / "iter_0000001" / ".metadata").write_bytes(b"x")
+        refused(resume(ckpt), 1, "--load: got", "None of its 2 checkpoints can be loaded")
     if damage == "altered":
         done = accepted(resume(ckpt), "iteration 2 is left out", says, "at iteration 1")
         assert len(done.losses()) == 3  # of 4 iterations
