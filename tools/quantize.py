@@ -174,6 +174,13 @@ def bf16_source(args: argparse.Namespace, request: hf_convert.Request, source: M
     if plain and source.dtype == torch.bfloat16 and args.bf16_dir is None:
         _tell(f"the bf16 model is {args.load}")
         return source
+    if request.save.resolve() == args.save_dir.resolve():
+        why = "Two models need two directories"
+        raise DataError(complaint("--bf16-dir", request.save, why, "Name another one"))
+    if request.save.exists() and _in_use(request.save):
+        why = "It is in use, perhaps by an earlier try"
+        fix = f"Go on from what it left with --load {request.save}, or name a new directory"
+        raise DataError(complaint("--bf16-dir", request.save, why, fix))
     hf_convert.convert(request, source)
     _tell(f"the bf16 model is kept in {request.save}")
     opened = HfSource(request.save)
