@@ -61,6 +61,8 @@ class Target:
         local: Whether the reading model is of Megatron-LM's own modules.
         grouped: Whether it holds a rank's experts in one module.
         vocab_size: Vocabulary without padding, if unknown to the source.
+        first_layers: Layers of the first pipeline rank, if not as many as others have.
+        last_layers: The same of the last one.
     """
 
     saver: str
@@ -74,6 +76,8 @@ class Target:
     local: bool = False
     grouped: bool = False
     vocab_size: int | None = None
+    first_layers: int | None = None
+    last_layers: int | None = None
 
 
 def convert(load: Path, target: Target) -> Path:
@@ -159,6 +163,8 @@ def _write_ranks(
         "virtual_pipeline_model_parallel_size": target.vpp,
         "expert_model_parallel_size": target.ep,
         "expert_tensor_parallel_size": target.etp,
+        "decoder_first_pipeline_num_layers": target.first_layers,
+        "decoder_last_pipeline_num_layers": target.last_layers,
     }
     layout: Layout = layout_of({**args, **asked}, target.save)
     more = {n: common[n] for n in _COUNTERS if n in common}
@@ -251,6 +257,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="interleaved stages of a pipeline rank, with --saver torch",
     )
+    for end in ("first", "last"):
+        parser.add_argument(
+            f"--target-decoder-{end}-pipeline-num-layers",
+            type=int,
+            help=f"layers of the {end} pipeline rank, with --saver torch (default: as others)",
+        )
     parser.add_argument(
         "--target-expert-tensor-parallel-size",
         type=int,
@@ -283,6 +295,8 @@ def run(args: argparse.Namespace) -> int:
         local=args.saver_transformer_impl == "local",
         grouped=args.saver_moe_grouped_gemm,
         vocab_size=args.true_vocab_size,
+        first_layers=args.target_decoder_first_pipeline_num_layers,
+        last_layers=args.target_decoder_last_pipeline_num_layers,
     )
     try:
         if args.loader == "huggingface":

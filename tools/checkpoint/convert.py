@@ -56,6 +56,9 @@ _NOT_NEEDED = {
 }
 _WHOLE_MODEL = 50_000_000  # parameters; larger models are compared layer by layer
 _LAYOUT = ("tensor", "pipeline", "expert")
+_SIZES = {f"target_{name}_parallel_size" for name in _LAYOUT} | {
+    f"target_decoder_{end}_pipeline_num_layers" for end in ("first", "last")
+}
 
 
 def _format(name: str) -> str:
@@ -216,7 +219,7 @@ def _should_verify(asked: bool | None, request: hf_convert.Request) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert, verify, report."""
     args = parser().parse_args(argv)
-    sizes = any(getattr(args, f"target_{name}_parallel_size") for name in _LAYOUT)
+    sizes = any(value for name, value in vars(args).items() if name in _SIZES)
     if sizes and args.saver != "torch":
         print("NOTE: checkpoints do not depend on the layout; the target sizes are not needed")
     try:
