@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config.tool_flags import ToolParser, run_tool, stop_on_sigterm
 from megatron.core.datasets import origin
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.text_input import refuse_address
 from megatron.core.errors import DataError, MegatronError, complaint
 
 
@@ -150,6 +151,8 @@ def run(args: argparse.Namespace) -> None:
         raise DataError(
             complaint("--multimodal", "it", "Corpora here hold text only", "Leave the flag out")
         )
+    refuse_address("--input", args.input)
+    refuse_address("--output-prefix", args.output_prefix)
     prefixes = find_corpora(args.input)
     documents, tokens = merge(prefixes, args.output_prefix)
     print(f"{args.output_prefix}: {len(prefixes)} corpora, {documents} documents, {tokens} tokens")

@@ -27,13 +27,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError
+from megatron.config.data import TOKENIZER_FIELDS
 from megatron.config.problems import Problem
 from megatron.config.tool_flags import ToolParser, add_tokenizer_flags, run_tool
-from megatron.core.datasets.tokenizers import (
-    Tokenizer,
-    TokenizerOptions,
-    build_tokenizer,
-)
+from megatron.core.datasets.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.observe.lines import perplexity
 from megatron.training import hf_convert, hf_files
@@ -177,6 +174,13 @@ def bf16_source(args: argparse.Namespace, request: hf_convert.Request, source: M
     if plain and source.dtype == torch.bfloat16 and args.bf16_dir is None:
         _tell(f"the bf16 model is {args.load}")
         return source
+    if request.save.resolve() == args.save_dir.resolve():
+        why = "Two models need two directories"
+        raise DataError(complaint("--bf16-dir", request.save, why, "Name another one"))
+    if request.save.exists() and _in_use(request.save):
+        why = "It is in use, perhaps by an earlier try"
+        fix = f"Go on from what it left with --load {request.save}, or name a new directory"
+        raise DataError(complaint("--bf16-dir", request.save, why, fix))
     hf_convert.convert(request, source)
     _tell(f"the bf16 model is kept in {request.save}")
     opened = HfSource(request.save)
@@ -195,9 +199,8 @@ def tokenizer_for(args: argparse.Namespace, source: Model) -> Tokenizer:
     Raises:
         DataError: There is none.
     """
-    given = TokenizerOptions.of(args)
-    if given != TokenizerOptions():
-        return build_tokenizer(given)
+    if any(getattr(args, name) is not None for name in TOKENIZER_FIELDS):
+        return build_tokenizer(TokenizerOptions.of(args))
     files = source.tokenizer
     if "tokenizer.json" in files:
         kind, model = "HuggingFaceTokenizer", str(files["tokenizer.json"].parent)

@@ -15,14 +15,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.core.dist_checkpointing import directory as place
-from megatron.core.dist_checkpointing import io, plain, schema
+from megatron.core.dist_checkpointing import exchange, io, plain, schema
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import Sharded
 from megatron.core.dist_checkpointing.storage import Reader
+from megatron.core.dist_checkpointing.store import path_of
 from megatron.core.errors import complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.shards import FlatRange
@@ -214,9 +216,9 @@ def check_save(
     """
     if cfg.save is None:
         return
-    peers, root = Peers(mesh.world), Path(cfg.save)
+    peers, root = Peers(mesh.world), path_of(cfg.save)
     peers.decide(lambda: place.check_writable(root, keep))
-    if not peers.leads or (cfg.load is not None and Path(cfg.load).resolve() == root.resolve()):
+    if not peers.leads or (cfg.load is not None and path_of(cfg.load).resolve() == root.resolve()):
         return
     before = place.committed(root)
     if before:
@@ -278,10 +280,17 @@ class _Loading:
     weights_only: bool
     say: Say
     alone: bool = False  # each rank reads a checkpoint of its own
+    device: torch.device = torch.device("cpu")  # of the model
 
     def note(self, text: str) -> None:
         if self.peers.leads:
             self.say(text)
+
+    def read(self, targets: Mapping[str, Sharded]) -> int:
+        """Fill the targets; returns their bytes. Collective."""
+        if not self.cfg.ckpt_fully_parallel_load or self.alone:
+            return self.peers.attempt(lambda: self.reader.load(targets))
+        return exchange.load(self.reader, targets, self.mesh, self.device)
 
 
 def load_checkpoint(
@@ -329,7 +338,8 @@ def load_checkpoint(
         return False
     reader, common = opened.reader, opened.common
     weights_only = cfg.finetune or opened.iteration == place.RELEASE
-    loading = _Loading(cfg, mesh, peers, reader, common, weights_only, say, opened.alone)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    loading = _Loading(cfg, mesh, peers, reader, common, weights_only, say, opened.alone, device)
     saved = checkpoint_config.saved_settings(common)
     for note in peers.attempt(lambda: checkpoint_config.check_same_model(saved, cfg)):
         loading.note(note)
@@ -434,7 +444,7 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
     in_fp8 = optimizer.fp8_values() if optimizer is not None else {}
     wanted = schema.model_state(model, mesh, stacking, in_fp8)
     _check_tensors(loading, wanted, _stored(reader, schema.is_model_key), "the model")
-    num_bytes = loading.peers.attempt(lambda: reader.load(wanted))
+    num_bytes = loading.read(wanted)
     counts = f"{len(wanted)} model tensors"
     if optimizer is not None:
         if loading.weights_only or cfg.no_load_optim:
@@ -443,7 +453,7 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
             named, owned = optimizer.loadable_state(), optimizer.owned_ranges
             state = schema.optimizer_state(named, model, mesh, stacking, owned)
             _check_optimizer_tensors(loading, state)
-            num_bytes += loading.peers.attempt(lambda: reader.load(state))
+            num_bytes += loading.read(state)
             optimizer.finish_load()
             counts += f", {len(state)} optimizer tensors"
     loading.note(f"  loaded {counts}, {num_bytes / 1e6:.1f} MB on this rank, 0 missing")

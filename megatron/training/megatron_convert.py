@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ from megatron.training.checkpoint_config import (
     stacking_of,
 )
 from megatron.training.hf_convert import DTYPES, config_of
+from megatron.training.hf_sources import check_vocabulary
+from megatron.training.safetensors_file import in_type
 
 _COUNTERS = ("num_floating_point_operations_so_far",)
 _VOCABULARY_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
@@ -102,6 +105,7 @@ def convert(load: Path, target: Target) -> Path:
     foreign_state.check_known_model(common, reader.directory)
     settings = saved_settings(common)
     if target.vocab_size is not None:
+        check_vocabulary(target.vocab_size, settings.get("vocab_size"))
         settings["vocab_size"] = target.vocab_size
     _check_model(reader, settings, load)
     if target.saver == "torch":
@@ -235,7 +239,7 @@ def _lazy(reader: Reader, key: str, stored: torch.dtype, dtype: torch.dtype | No
         extents = (*(1,) * len(row), *shape[len(row) :])
 
         def make(row: tuple[int, ...] = row, extents: tuple[int, ...] = extents) -> torch.Tensor:
-            return reader.read_row(key, *row).to(own).reshape(extents).contiguous()
+            return in_type(reader.read_row(key, *row), own, key).reshape(extents).contiguous()
 
         offset = (*row, *(0,) * (len(shape) - len(row)))
         pieces.append(Piece(torch.empty(extents, dtype=own, device="meta"), offset, make))
@@ -308,7 +312,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _through_whole(load: Path, target: Target) -> Path:
     """Convert a HuggingFace directory by way of a checkpoint that is removed again."""
-    between = target.save.with_name(target.save.name + ".tmp")
+    target.save.parent.mkdir(parents=True, exist_ok=True)
+    between = Path(tempfile.mkdtemp(dir=target.save.parent, prefix=f".{target.save.name}-"))
     request = hf_convert.Request(
         "huggingface", "megatron", load, between, target.dtype, target.vocab_size
     )

@@ -85,6 +85,17 @@ def test_generate_prints_the_continuation_of_every_prompt(trained, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == lines[1]["tokens"]
 
 
+def test_a_tokenizer_may_be_named_with_all_its_flags(trained, capsys):
+    main = tool("generate").main
+    args = ["--load", str(trained[0]), "--max-new-tokens", "3", "--greedy", "--json"]
+    args.append("--ignore-eod")
+    assert main([*args, "--prompt", "hi"]) == 0
+    named = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
+    assert main([*args, *named, "--prompt", "104 105"]) == 0
+    own, other = (json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines())
+    assert other == own
+
+
 def test_generate_reads_prompts_from_a_file(trained, tmp_path, capsys):
     folder, _, _ = trained
     (tmp_path / "prompts.txt").write_text("a\n\nb\n")

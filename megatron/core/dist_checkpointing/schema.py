@@ -284,6 +284,11 @@ def is_model_key(key: str) -> bool:
     return not (_NOT_MODEL.match(key) or key.startswith(FP8_PREFIX) or "/" in key)
 
 
+def is_expert_key(key: str) -> bool:
+    """Whether a stored tensor, or optimizer state of one, belongs to experts."""
+    return ".experts.experts." in key
+
+
 @dataclass(frozen=True)
 class Mismatch:
     """How the tensors a run needs differ from those a checkpoint holds."""
