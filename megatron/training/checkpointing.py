@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import exchange, io, plain, schema
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import Sharded
 from megatron.core.dist_checkpointing.storage import Reader
+from megatron.core.dist_checkpointing.store import path_of
 from megatron.core.errors import complaint
 from megatron.core.mesh import ParallelState
 from megatron.core.shards import FlatRange
@@ -32,6 +33,7 @@ from megatron.training import (
     finding,
     foreign_state,
     fp8_entries,
+    megatron_entries,
     random_state,
 )
 from megatron.training.descriptions import Descriptions
@@ -214,9 +216,9 @@ def check_save(
     """
     if cfg.save is None:
         return
-    peers, root = Peers(mesh.world), Path(cfg.save)
+    peers, root = Peers(mesh.world), path_of(cfg.save)
     peers.decide(lambda: place.check_writable(root, keep))
-    if not peers.leads or (cfg.load is not None and Path(cfg.load).resolve() == root.resolve()):
+    if not peers.leads or (cfg.load is not None and path_of(cfg.load).resolve() == root.resolve()):
         return
     before = place.committed(root)
     if before:
@@ -243,17 +245,19 @@ def _common(
     """The entry that all ranks share; the outer names are Megatron-Core's."""
     counters = progress.to_dict()
     args = argparse.Namespace(**{**cfg.to_dict(), **counters})
+    scalars = optimizer.scalars() if optimizer else None
+    schedule = scheduler.state_dict() if scheduler else None
+    theirs = megatron_entries.entries(cfg, scalars, schedule)
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": progress.iteration,
         "args": args,
         "given": cfg.given_dict(),
         "num_floating_point_operations_so_far": progress.floating_point_operations_so_far,
-        "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
         "progress": counters,
         "arrangement": finding.arrangement(mesh),
-        "opt_param_scheduler": scheduler.state_dict() if scheduler else None,
-        "optimizer_scalars": optimizer.scalars() if optimizer else None,
+        "optimizer_scalars": scalars,
+        **theirs,
     }
 
 
@@ -457,6 +461,7 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
 
 def _check_optimizer_tensors(loading: _Loading, state: Mapping[str, Sharded]) -> None:
     foreign_state.check_optimizer_form(loading.common, loading.reader)
+    loading.reader.take_weights_as_masters()
     stored = _stored(loading.reader, lambda k: k.startswith(schema.OPTIMIZER_PREFIX))
     hint = "pass --no-load-optim or --finetune to load the weights alone"
     _check_tensors(loading, state, stored, "the optimizer", hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Mapping
@@ -186,8 +187,14 @@ def config(root, **fields):
     )
 
 
+@functools.cache
+def mesh_of(rank, world, layout):
+    """Once in each process: groups of processes take longer to make than anything else here."""
+    return ParallelState.build(MeshSizes(world=world, **dict(layout)), rank, world)
+
+
 def parts(rank, world, layout, dtype=torch.bfloat16):
-    mesh = ParallelState.build(MeshSizes(world=world, **layout), rank, world)
+    mesh = mesh_of(rank, world, tuple(layout.items()))
     model = Model(mesh, dtype)
     return mesh, model, Moments(model)
 

@@ -29,14 +29,20 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from megatron.core.dist_checkpointing import safe_pickle
 from megatron.core.dist_checkpointing.chunks import ChunkIndex, misplaced
-from megatron.core.dist_checkpointing.foreign import own_names
+from megatron.core.dist_checkpointing.foreign import own_names, weights_as_masters
 from megatron.core.dist_checkpointing.safe_pickle import Forbidden, Opaque, refusal
 from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
+from megatron.core.dist_checkpointing.store import Parts, StorePath
 from megatron.core.errors import UnusableCheckpointError
 from megatron.core.files import sync
 
@@ -142,7 +148,7 @@ class _ChecksumFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with Path(path).open(mode) as file:
+        with (path if isinstance(path, Path) else Path(path)).open(mode) as file:
             if "w" not in mode:
                 yield cast(io.IOBase, file)
                 return
@@ -157,7 +163,11 @@ class _ChecksumFileSystem(FileSystem):
         self.records[Path(path).name] = FileRecord(stream.size_bytes, stream.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
+        if isinstance(path, StorePath):
+            path.copy_to(cast(StorePath, new_path))
+            path.unlink()
+        else:
+            super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
@@ -166,10 +176,16 @@ class ChecksumWriter(FileSystemWriter):
 
     def __init__(self, path: Path, pace: Pace | None = None) -> None:
         """Write into ``path``, with an fsync for each file."""
-        super().__init__(path, sync_files=True, thread_count=1, overwrite=False)
+        stored = isinstance(path, StorePath)
+        super().__init__(path, sync_files=not stored, thread_count=1, overwrite=False)
         files = _ChecksumFileSystem(pace)
         self.fs = files
         self.records: dict[str, FileRecord] = files.records
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what the index says of itself; in plain values, so that anybody can read it."""
+        where = str(self.path) if isinstance(self.path, StorePath) else self.checkpoint_id
+        return StorageMeta(checkpoint_id=where, save_id=self.save_id)
 
 
 class PlainPlanner(DefaultSavePlanner):
@@ -284,7 +300,7 @@ class Reader:
         self._take(directory, _read_index(directory / INDEX_FILE))
 
     def _take(self, directory: Path, metadata: Metadata) -> None:
-        self.directory, self._metadata = directory, metadata
+        self.directory, self._metadata, self._source = directory, metadata, Parts()
         self.common: dict[str, Any] | None = None  # settings that lie in no entry and no file
         self.tensors: dict[str, TensorEntry] = {}
         self.blobs: list[str] = []
@@ -296,6 +312,12 @@ class Reader:
                 self.tensors[key] = TensorEntry(tuple(entry.size), entry.properties.dtype)
             else:
                 self.blobs.append(key)
+
+    def take_weights_as_masters(self) -> None:
+        """Give masters that are not stored, since the fp32 weights are, their names too."""
+        for key, weight in weights_as_masters(self.tensors).items():
+            self.tensors[key] = self.tensors[weight]
+            self._stored[key] = self._stored[weight]
 
     def files(self) -> set[str]:
         """Return the names of the data files that the index refers to."""
@@ -463,9 +485,7 @@ class Reader:
     def _raw(self, info: Any) -> bytes:
         path = self.directory / info.relative_path
         try:
-            with path.open("rb") as file:
-                file.seek(info.offset)
-                data: bytes = file.read(info.length)
+            data = self._source.read(path, info.offset, info.length)
         except OSError as error:
             raise UnusableCheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
         if len(data) != info.length:
@@ -524,8 +544,7 @@ def _slices(
 
 def _read_index(path: Path) -> Metadata:
     try:
-        with path.open("rb") as file:
-            metadata = _IndexUnpickler(file).load()
+        metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
     except OSError as error:
         raise UnusableCheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
     except Forbidden as error:
