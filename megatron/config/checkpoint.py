@@ -11,7 +11,9 @@ from megatron.config.field import field
 class CheckpointConfig:
     """What is written, what is read back, and what wins when the two disagree."""
 
-    save: str | None = field(help="Folder that receives checkpoints.")
+    save: str | None = field(
+        help="Folder that receives checkpoints, or a place in an object store (s3://bucket/run)."
+    )
     save_interval: int | None = field(
         flags=("--save-interval", "--persistent-save-interval"),
         help="Save every so many steps.",
@@ -49,13 +51,18 @@ class CheckpointConfig:
         help="Folder of non-persistent checkpoints on a disk of each machine."
     )
     load: str | None = field(
-        help="Folder to resume from: a checkpoint folder, or one of its iter_XXXXXXX folders."
+        help="Folder or place in an object store to resume from: what --save was given, or one of"
+        " its iter_XXXXXXX folders."
     )
     ckpt_step: int | None = field(help="Step to load instead of the newest one.", units="steps")
     no_ckpt_fallback: bool = field(
         False,
         help="End with an error when the newest checkpoint is damaged, instead of loading the one"
         " before it.",
+    )
+    ckpt_fully_parallel_load: bool = field(
+        False,
+        help="Let replicas divide the reading of a checkpoint and send each other what they read.",
     )
     ckpt_format: str = field("torch_dist", choices=("torch_dist",), help="Format of checkpoints.")
     no_save_optim: bool = field(False, help="Leave the optimizer out of checkpoints.")

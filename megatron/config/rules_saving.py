@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+from megatron.config import stores
 from megatron.config.draft import Draft
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import flag_of
@@ -106,9 +108,8 @@ def deadline_has_a_signal(c: Draft) -> Iterator[Problem]:
             )
 
 
-_PLACES = (
-    "save",
-    "load",
+_CHECKPOINTS = ("save", "load")
+_FILES = (
     "non_persistent_global_ckpt_dir",
     "non_persistent_local_ckpt_dir",
     "data_cache_path",
@@ -120,9 +121,9 @@ _PLACES = (
 
 
 @rule
-def places_are_in_the_file_system(c: Draft) -> Iterator[Problem]:
-    """Checkpoints and corpora are files: s3:// and the like would be taken for folder names."""
-    for name in _PLACES:
+def places_of_files_are_in_the_file_system(c: Draft) -> Iterator[Problem]:
+    """Corpora and non-persistent checkpoints are files; object stores are for --save and --load."""
+    for name in _FILES:
         given = c.values[name] or ()
         for place in (given,) if isinstance(given, str) else given:
             if "://" in str(place):
@@ -132,3 +133,41 @@ def places_are_in_the_file_system(c: Draft) -> Iterator[Problem]:
                     "Only paths of the file system can be read and written",
                     "Give a path on a disk, or where the store is mounted",
                 )
+
+
+@rule
+def a_run_saves_beside_its_checkpoints(c: Draft) -> Iterator[Problem]:
+    """--save names the directory of the checkpoints, not one of them."""
+    place = (c.save or "").rstrip("/")
+    parent, _, name = place.rpartition("/")
+    if re.fullmatch(r"iter_\d{7,}|release", name):
+        yield Problem(
+            ("--save",),
+            place,
+            "That is the name of one checkpoint, and saves would lie inside it",
+            f"Give {parent or 'the directory above'}, or another directory",
+        )
+
+
+@rule
+def stores_have_a_name(c: Draft) -> Iterator[Problem]:
+    """An object store is written protocol://bucket/name, without patterns."""
+    for name in _CHECKPOINTS:
+        place = c.values[name] or ""
+        if stores.in_store(place) and not stores.has_form(place):
+            yield Problem((flag_of(name),), place, stores.WHY, stores.FIX)
+
+
+@rule
+def non_persistent_checkpoints_stay_on_disks(c: Draft) -> Iterator[Problem]:
+    """With --save or --load in an object store, --non-persistent-ckpt-type global has a folder."""
+    for name in _CHECKPOINTS:
+        place = c.values[name] or ""
+        without = c.non_persistent_ckpt_type == "global" and not c.non_persistent_global_ckpt_dir
+        if without and stores.in_store(place):
+            yield Problem(
+                ("--non-persistent-global-ckpt-dir", flag_of(name)),
+                f"nothing and {place}",
+                "Checkpoints that the next one replaces belong on a disk, not into the store",
+                "Name a folder on a shared disk",
+            )

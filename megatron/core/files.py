@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from pathlib import Path
 from typing import IO, Any
 
 
 def sync(file: IO[Any]) -> None:
-    """Put what was written to an open file on the disk."""
+    """Put what was written to an open file on the disk; an upload into a store is on none."""
     file.flush()
-    os.fsync(file.fileno())
+    with contextlib.suppress(io.UnsupportedOperation):
+        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

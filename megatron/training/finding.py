@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.retention import is_sound
 from megatron.core.dist_checkpointing.storage import Reader
+from megatron.core.dist_checkpointing.store import path_of
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import Axis, ParallelState
 from megatron.training import checkpoint_config
@@ -126,8 +127,15 @@ def open_newest(
                 f" loading distributed checkpoint from {candidate.root} "
                 f"at iteration {opened.iteration}"
             )
+            for line in _oddities(opened):
+                say(line)
         return opened
-    raise problems[0]
+    if len(problems) == 1:
+        raise problems[0]
+    # The first one's message may recommend another of them.
+    why = f"None of its {len(problems)} checkpoints can be loaded, for the reasons above"
+    fix = "Restore one from a copy, or give another directory"
+    raise CheckpointError(complaint("--load", cfg.load, why, fix)) from problems[0]
 
 
 def _open(candidate: _Candidate, peers: Peers, contents: bool) -> Opened:
@@ -141,9 +149,18 @@ def _open(candidate: _Candidate, peers: Peers, contents: bool) -> Opened:
     return Opened(candidate.root, found.iteration, reader, common, candidate.alone)
 
 
+def _oddities(opened: Opened) -> Iterator[str]:
+    """What is no error and should not pass without a word."""
+    directory, inside = opened.reader.directory, opened.common.get("iteration")
+    if isinstance(opened.iteration, int) and inside not in (None, opened.iteration):
+        yield f"WARNING: {directory} holds iteration {inside}, and that is what counts"
+    if place.read_manifest(directory) is None:
+        yield f"NOTE: {directory} has no {place.MANIFEST_FILE}: its files were not checked"
+
+
 def _candidates(cfg: RunConfig, mesh: ParallelState, peers: Peers) -> list[_Candidate]:
     """What may be loaded, in the order in which it is tried; the same on every rank."""
-    root = Path(cfg.load)
+    root = path_of(cfg.load)
     found = peers.decide(lambda: place.find(root, cfg.ckpt_step))
     if found is not None and found.notes and cfg.no_ckpt_fallback:
         raise CheckpointError(
@@ -186,9 +203,8 @@ def _say_nothing_there(cfg: RunConfig, peers: Peers, say: Say) -> None:
     Raises:
         CheckpointError: The user wants an error.
     """
-    root = Path(cfg.load)
+    root = path_of(cfg.load)
     tracker = root / place.TRACKER_FILE
-    others = peers.decide(lambda: place.committed(root))
     if cfg.exit_on_missing_checkpoint:
         raise CheckpointError(
             complaint(
@@ -202,11 +218,6 @@ def _say_nothing_there(cfg: RunConfig, peers: Peers, say: Say) -> None:
         return
     say(f"WARNING: could not find the metadata file {tracker}")
     say("    will not load any checkpoints and will start from random")
-    if others:
-        say(
-            f"    ({root} holds complete checkpoints up to iteration {others[-1][0]}; "
-            f"to continue from it pass --ckpt-step {others[-1][0]})"
-        )
 
 
 def read_newest_common(
@@ -225,7 +236,7 @@ def read_newest_common(
     Raises:
         CheckpointError: There is one and it is unusable.
     """
-    found = place.find(Path(load), step)
+    found = place.find(path_of(load), step)
     if found is None:
         return None
     problems: list[CheckpointError] = []

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.directory import directory_name, is_commit
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.plans import Plans
 from megatron.core.dist_checkpointing.retention import Retention, drop_newer
+from megatron.core.dist_checkpointing.store import path_of
 from megatron.core.dist_checkpointing.writing import HostBuffers
 from megatron.core.mesh import Axis
 from megatron.core.paper import numbers
@@ -109,7 +110,7 @@ class Saver:
         if cfg.save is None:
             return
         check_save(cfg, self._mesh, self._say)
-        self._cares[PERSISTENT] = self._care(Path(cfg.save), self._retention())
+        self._cares[PERSISTENT] = self._care(path_of(cfg.save), self._retention())
         if not cfg.non_persistent_save_interval:
             return
         if cfg.non_persistent_ckpt_type == "global":
@@ -150,16 +151,16 @@ class Saver:
     def loaded(self, place: str, iteration: int) -> None:
         """Take note of where the run comes from."""
         self.last = self.last_good = place
-        folder, save = Path(place).resolve(), self._cfg.save
-        if save and Path(save).resolve() in (folder, folder.parent):
-            own = Path(save, directory_name(iteration))
+        folder, save = path_of(place).resolve(), self._cfg.save
+        if save and path_of(save).resolve() in (folder, folder.parent):
+            own = path_of(save) / directory_name(iteration)
             self.saved_at = iteration if self._peers.decide(lambda: is_committed(own)) else None
 
     def _retention(self) -> Retention | None:
         cfg = self._cfg
         if not (cfg.keep_last or cfg.keep_every):
             return None
-        return Retention(Path(cfg.save), cfg.keep_last or 1, cfg.keep_every)
+        return Retention(path_of(cfg.save), cfg.keep_last or 1, cfg.keep_every)
 
     def _care(self, root: Path, retention: Retention | None) -> io.Care:
         """Claim a directory; only the first rank has the lock."""
@@ -201,7 +202,7 @@ class Saver:
         if self._peers.leads:
             self._say(saving_line(iteration, root, cfg.ckpt_format))
         if care.retention is not None:
-            care.retention.protected = {Path(self.last_good)} if self.last_good else set()
+            care.retention.protected = {path_of(self.last_good)} if self.last_good else set()
         start = time.monotonic()
         found = self._collect(care.alone)
         peers, plans = self._planners(care.alone)
@@ -356,7 +357,7 @@ class Saver:
     def _root(self, kind: str) -> Path:
         cfg = self._cfg
         if kind == PERSISTENT:
-            return Path(cfg.save)
+            return path_of(cfg.save)
         if kind == "global":
             return finding.global_root(cfg, cfg.save)
         return finding.local_root(cfg, self._mesh)

@@ -44,7 +44,6 @@ REFUSED = [
     ({"num_layers": 0}, "--num-layers", ["got 0", "at least 1"]),
     ({"num_layers": -3}, "--num-layers", ["got -3"]),
     # A folder called `s3:` is nobody's wish.
-    ({"save": "s3://bucket/run", "save_interval": 1}, "--save", ["paths of the file system"]),
     ({"data_cache_path": "gs://bucket/c"}, "--data-cache-path", ["paths of the file system"]),
     # A size that a list is made from would fill the memory before anything is said.
     ({"num_layers": 10**9}, "--num-layers", ["got 1000000000", "at most 100000"]),

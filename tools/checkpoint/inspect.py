@@ -42,6 +42,7 @@ from megatron.config.tool_flags import BAD_ARGUMENTS, ToolParser, run_tool  # no
 from megatron.core.dist_checkpointing import directory as place  # noqa: E402
 from megatron.core.dist_checkpointing import schema  # noqa: E402
 from megatron.core.dist_checkpointing.mp_reader import open_reader  # noqa: E402
+from megatron.core.dist_checkpointing.store import given_path  # noqa: E402
 from megatron.core.errors import CheckpointError, MegatronError, complaint  # noqa: E402
 from megatron.training.checkpoint_config import read_common, saved_settings  # noqa: E402
 from megatron.training.inspection import fp8_figures, rewrite  # noqa: E402
@@ -61,7 +62,7 @@ def parser() -> ToolParser:
     for name, (run, _) in _ACTIONS.items():
         text = (run.__doc__ or "").splitlines()[0]
         own = actions.add_parser(name, help=text, description=text)
-        own.add_argument("directory", type=Path, help="save directory, or one checkpoint's")
+        own.add_argument("directory", type=given_path, help="save directory, or one checkpoint's")
         _ACTIONS[name][1](own)
         own.add_argument("--json", action="store_true", help="print one JSON object")
     return p
@@ -78,21 +79,21 @@ def _only(p: argparse.ArgumentParser) -> None:
 
 
 def _diff_flags(p: argparse.ArgumentParser) -> None:
-    p.add_argument("other", type=Path, help="what to compare with")
+    p.add_argument("other", type=given_path, help="what to compare with")
     p.add_argument("--other-step", type=int, help="its iteration instead of the latest")
     _only(p)
-    p.add_argument("--atol", type=float, default=0.0, help="absolute difference that is none")
-    p.add_argument("--rtol", type=float, default=0.0, help="the same over the larger value")
+    p.add_argument("--atol", type=_tolerance, default=0.0, help="absolute difference that is none")
+    p.add_argument("--rtol", type=_tolerance, default=0.0, help="the same over the larger value")
 
 
 def _config_flags(p: argparse.ArgumentParser) -> None:
-    p.add_argument("other", type=Path, nargs="?", help="show what is set differently there")
+    p.add_argument("other", type=given_path, nargs="?", help="show what is set differently there")
     p.add_argument("--other-step", type=int, help="its iteration instead of the latest")
     _step(p)
 
 
 def _rename_flags(p: argparse.ArgumentParser) -> None:
-    p.add_argument("output", type=Path, help="new save directory")
+    p.add_argument("output", type=given_path, help="new save directory")
     p.add_argument(
         "--map", nargs=2, action="append", required=True, metavar=("PATTERN", "REPLACEMENT"),
         help="regular expression and what takes its place in every key; may be repeated",
@@ -101,7 +102,9 @@ def _rename_flags(p: argparse.ArgumentParser) -> None:
 
 
 def _prune_flags(p: argparse.ArgumentParser) -> None:
-    p.add_argument("output", type=Path, nargs="?", help="new save directory for a smaller copy")
+    p.add_argument(
+        "output", type=given_path, nargs="?", help="new save directory for a smaller copy"
+    )
     p.add_argument(
         "--drop", nargs="+", choices=rewrite.DROPPABLE, help="what the copy does without"
     )
@@ -117,6 +120,13 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise argparse.ArgumentTypeError(f"{text!r} is no regular expression ({error})") from error
 
 
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance: it is 0 or more")
+    return value
+
+
 def _find(directory: Path, step: int | None) -> Path:
     found = place.find(directory, step)
     if found is None:
@@ -129,7 +139,7 @@ def _find(directory: Path, step: int | None) -> Path:
 
 
 def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    return sum(place.sizes_of(directory).values())
 
 
 def _print(args: argparse.Namespace, values: Any, lines: Sequence[str]) -> None:
@@ -211,7 +221,7 @@ def verify(args: argparse.Namespace) -> int:
     records = place.read_manifest(directory)
     problems = place.verify(directory)
     reader = open_reader(directory)
-    missing = [n for n in sorted(reader.files()) if not (directory / n).is_file()]
+    missing = sorted(reader.files() - place.sizes_of(directory, reader.files()).keys())
     problems += [f"{directory / n} is missing" for n in missing if records is None]
     lines = list(problems)
     if records is None:
@@ -219,7 +229,9 @@ def verify(args: argparse.Namespace) -> int:
     elif not problems:
         lines.append(f"{directory}: {len(records)} files, {len(reader.tensors)} tensors, sound")
     _print(args, {"problems": problems, "manifest": records is not None}, lines)
-    return DIFFERENT if problems else 0
+    if problems:
+        return DIFFERENT
+    return 0 if records is not None else BAD_ARGUMENTS
 
 
 def diff(args: argparse.Namespace) -> int:
@@ -229,7 +241,8 @@ def diff(args: argparse.Namespace) -> int:
     found = compare(first, second, _wanted(args), args.atol, args.rtol)
     if not found.tensors and not found.missing and not found.extra:
         fix = "Look at the keys with the action 'tensors'"
-        raise CheckpointError(complaint("--only", args.only, "It leaves nothing to compare", fix))
+        pattern = None if args.only is None else args.only.pattern
+        raise CheckpointError(complaint("--only", pattern, "It leaves nothing to compare", fix))
     lines = [f"only in {first.directory}: {name}" for name in found.missing]
     lines += [f"only in {second.directory}: {name}" for name in found.extra]
     lines += [line for t in found.tensors if (line := _difference(t))]

@@ -10,62 +10,50 @@ Layout of a save directory::
     .lock                                 the job that saves here
 
 A checkpoint counts once ``metadata.json`` lies in a directory with its final name; both appear with
-one rename. The tracker is replaced, never rewritten, and only after that.
+one rename. The tracker is replaced, never rewritten, and only after that. In an object store, which
+has no renames, `uploads` keeps the same promise in another order.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.dist_checkpointing import mp_ranks
+from megatron.core.dist_checkpointing import uploads
+from megatron.core.dist_checkpointing.names import (
+    MANIFEST_FILE,
+    MARKER,
+    MARKER_FILE,
+    OLD,
+    RELEASE,
+    REMOVED,
+    TMP,
+    TRACKER_FILE,
+    committed,
+    directory_name,
+    is_committed,
+    iteration_of,
+)
 from megatron.core.dist_checkpointing.storage import FileRecord, checksum
+from megatron.core.dist_checkpointing.store import StorePath
 from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 from megatron.core.files import sync, sync_directory
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
-MARKER_FILE = "metadata.json"
-MANIFEST_FILE = "manifest.json"
-RELEASE = "release"
-MARKER = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-REMOVED = ".del"
-_TMP, _OLD = ".tmp", ".old"
-_NAME = re.compile(r"iter_(\d{7,})$")
-
-
-def directory_name(iteration: int | str) -> str:
-    """Return ``iter_0000100`` for 100 and ``release`` for ``"release"``."""
-    return RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}"
-
-
-def iteration_of(directory: Path) -> int | str | None:
-    """Return the iteration that a directory's name stands for, or None."""
-    if directory.name == RELEASE:
-        return RELEASE
-    match = _NAME.match(directory.name)
-    return int(match.group(1)) if match else None
-
-
-def is_committed(directory: Path) -> bool:
-    """Whether the directory holds a checkpoint: completely written by us, or ranks' files."""
-    return (directory / MARKER_FILE).is_file() or mp_ranks.is_one(directory)
-
-
-def committed(root: Path) -> list[tuple[int, Path]]:
-    """Return (iteration, directory) of every committed checkpoint below ``root``, oldest first."""
-    if not root.is_dir():
-        return []
-    found = []
-    for child in root.iterdir():
-        iteration = iteration_of(child)
-        if isinstance(iteration, int) and is_committed(child):
-            found.append((iteration, child))
-    return sorted(found)
+__all__ = [  # of `names`, for those who look for them here
+    "MANIFEST_FILE",
+    "MARKER_FILE",
+    "RELEASE",
+    "REMOVED",
+    "TRACKER_FILE",
+    "committed",
+    "directory_name",
+    "is_committed",
+    "iteration_of",
+]
 
 
 @dataclass(frozen=True)
@@ -93,7 +81,7 @@ def find(load: Path, step: int | None = None) -> Found | None:
         step: The iteration to take instead of the latest.
 
     Returns:
-        The checkpoint, or None when ``load`` has no tracker file.
+        The checkpoint, or None when ``load`` has neither a tracker file nor a complete checkpoint.
 
     Raises:
         CheckpointError: What was asked for is not there or was never completely written.
@@ -149,7 +137,9 @@ def tracked(root: Path) -> int | None:
 def _latest(root: Path) -> Found | None:
     tracker = root / TRACKER_FILE
     if not tracker.is_file():
-        return None
+        newest = _previous(root, None)
+        note = f"WARNING: {tracker} is missing. Loading the newest complete checkpoint beside it."
+        return None if newest is None else Found(newest[1], newest[0], (note,))
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text == RELEASE or text.isdecimal():
         iteration: int | str = RELEASE if text == RELEASE else int(text)
@@ -192,8 +182,9 @@ def older(found: Found) -> list[Found]:
 def _restored(root: Path, iteration: int | str) -> Path:
     """The directory of an iteration; the set-aside one where a crash interrupted the exchange."""
     final = root / directory_name(iteration)
-    aside = final.with_name(final.name + _OLD)
-    return aside if not final.exists() and is_committed(aside) else final
+    aside = final.with_name(final.name + OLD)
+    there = is_committed(final) if isinstance(final, StorePath) else final.exists()
+    return aside if not there and is_committed(aside) else final
 
 
 def _previous(root: Path, iteration: int | str | None) -> tuple[int, Path] | None:
@@ -226,6 +217,10 @@ def check_writable(root: Path, keep: bool = True) -> None:
     """
     probe = root / f".probe-{os.getpid()}"
     try:
+        if isinstance(root, StorePath):
+            probe.write_bytes(b"x")
+            probe.unlink()
+            return
         new = [folder for folder in (root, *root.parents) if not folder.exists()]
         root.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"x")
@@ -242,7 +237,10 @@ def _not_writable(root: Path, error: OSError) -> CheckpointError:
             "--save",
             root,
             f"It cannot be written to ({describe(error)})",
-            "Choose a writable directory",
+            "Check that the bucket is there, and that the credentials, which fsspec's package "
+            "takes from the environment, allow writing"
+            if isinstance(root, StorePath)
+            else "Choose a writable directory",
         )
     )
 
@@ -254,6 +252,8 @@ def prepare(
     make_room: Callable[[], None] | None = None,
 ) -> Path:
     """Make the temporary directory for a save, after clearing what crashed saves left.
+
+    Nobody knows how much space there is in a store.
 
     Args:
         root: The save directory; made when missing.
@@ -268,6 +268,8 @@ def prepare(
         CheckpointError: ``root`` is not writable or has too little free space.
     """
     try:
+        if isinstance(root, StorePath):
+            return uploads.prepare(root, iteration)
         root.mkdir(parents=True, exist_ok=True)
         clean(root)
         free = shutil.disk_usage(root).free
@@ -283,7 +285,7 @@ def prepare(
                     "Free space or choose another directory; earlier checkpoints are untouched",
                 )
             )
-        tmp = root / (directory_name(iteration) + _TMP)
+        tmp = root / (directory_name(iteration) + TMP)
         tmp.mkdir()
         # Rights may allow a directory and still refuse files (quota, read-only mounts).
         probe = tmp / ".probe"
@@ -297,10 +299,10 @@ def prepare(
 def clean(root: Path) -> None:
     """Remove what interrupted saves left, first completing an interrupted exchange."""
     for child in sorted(root.iterdir()):
-        base = child.name.removesuffix(_TMP).removesuffix(_OLD).removesuffix(REMOVED)
+        base = child.name.removesuffix(TMP).removesuffix(OLD).removesuffix(REMOVED)
         if base == child.name or iteration_of(root / base) is None:
             continue
-        if child.name.endswith(_OLD) and is_committed(child) and not (root / base).exists():
+        if child.name.endswith(OLD) and is_committed(child) and not (root / base).exists():
             os.rename(child, root / base)
         else:
             shutil.rmtree(child)
@@ -316,12 +318,14 @@ def add_files(tmp: Path, files: Mapping[str, Path | bytes]) -> dict[str, FileRec
     Returns:
         Relative name -> size and checksum.
     """
+    if isinstance(tmp, StorePath):
+        return uploads.add_files(tmp, files)
     records = {}
     for name, source in files.items():
         target = tmp / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(source, bytes):
-            target.write_bytes(source)
+        if isinstance(source, bytes | StorePath):
+            target.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
         else:
             shutil.copyfile(source, target)
         with target.open("rb") as file:
@@ -343,17 +347,21 @@ def commit(tmp: Path, records: dict[str, FileRecord]) -> Path:
     Raises:
         OSError: The file system refused; nothing that was committed before is lost.
     """
-    root, final = tmp.parent, tmp.with_name(tmp.name.removesuffix(_TMP))
+    root, final = tmp.parent, tmp.with_name(tmp.name.removesuffix(TMP))
     manifest = {
         "files": {
             name: {"size_bytes": r.size_bytes, "crc32": f"{r.crc32:08x}"}
             for name, r in sorted(records.items())
         }
     }
-    _write_synced(tmp / MANIFEST_FILE, json.dumps(manifest, indent=1))
-    _write_synced(tmp / MARKER_FILE, json.dumps(MARKER))
+    contents = json.dumps(manifest, indent=1), json.dumps(MARKER)
+    if isinstance(tmp, StorePath):
+        uploads.commit(tmp, *contents)
+        return tmp
+    _write_synced(tmp / MANIFEST_FILE, contents[0])
+    _write_synced(tmp / MARKER_FILE, contents[1])
     sync_directory(tmp)
-    aside = final.with_name(final.name + _OLD)
+    aside = final.with_name(final.name + OLD)
     if final.exists():
         os.rename(final, aside)
     os.rename(tmp, final)
@@ -370,13 +378,16 @@ def point_to(root: Path, iteration: int | str | None) -> None:
     Raises:
         OSError: The file system refused; the old tracker is intact.
     """
-    _write_synced(root / (TRACKER_FILE + _TMP), str(iteration))
-    os.replace(root / (TRACKER_FILE + _TMP), root / TRACKER_FILE)
+    _write_synced(root / (TRACKER_FILE + TMP), str(iteration))
+    os.replace(root / (TRACKER_FILE + TMP), root / TRACKER_FILE)
     sync_directory(root)
 
 
 def discard(tmp: Path) -> None:
     """Remove a temporary directory after a failed save, as far as that is possible."""
+    if isinstance(tmp, StorePath):
+        uploads.discard(tmp)
+        return
     shutil.rmtree(tmp, ignore_errors=True)
 
 
@@ -419,17 +430,33 @@ def verify(directory: Path, part: int = 0, parts: int = 1, contents: bool = True
         One sentence a damaged file; empty when all is well.
     """
     problems = []
-    for index, (name, record) in enumerate(sorted((read_manifest(directory) or {}).items())):
+    records = read_manifest(directory) or {}
+    sizes = sizes_of(directory, records)
+    for index, (name, record) in enumerate(sorted(records.items())):
         path = directory / name
-        if not path.is_file():
+        if name not in sizes:
             problems.append(f"{path} is missing")
-        elif path.stat().st_size != record.size_bytes:
-            problems.append(
-                f"{path} has {path.stat().st_size} bytes instead of {record.size_bytes}"
-            )
+        elif sizes[name] != record.size_bytes:
+            problems.append(f"{path} has {sizes[name]} bytes instead of {record.size_bytes}")
         elif contents and index % parts == part and checksum(path) != record:
             problems.append(f"{path} has the right size but other content than was written")
     return problems
+
+
+def sizes_of(directory: Path, names: Iterable[str] | None = None) -> dict[str, int]:
+    """Return relative name -> bytes of the files in a directory.
+
+    Args:
+        directory: A checkpoint.
+        names: Which files; those that are not there are left out. None for all.
+    """
+    if isinstance(directory, StorePath):
+        sizes = directory.sizes()
+        return sizes if names is None else {n: sizes[n] for n in names if n in sizes}
+    if names is None:
+        names = [str(path.relative_to(directory)) for path in directory.rglob("*")]
+    paths = {name: directory / name for name in names}
+    return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
 
 
 def damage(directory: Path, problems: list[str]) -> str:

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.plans import Plans, save_failure
 from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.shard import Sharded
 from megatron.core.dist_checkpointing.storage import ChecksumWriter, FileRecord, Reader
+from megatron.core.dist_checkpointing.store import persistently
 from megatron.core.dist_checkpointing.writing import HostBuffers, Share, ShareWriter
 from megatron.core.errors import CheckpointError, UnusableCheckpointError
 
@@ -252,7 +253,8 @@ class Saving:
         if self._plans.index is None:
             raise CheckpointError(save_failure(self._root, self._needed, "it has no plan"))
         writer = ChecksumWriter(self._tmp)
-        writer.finish(self._plans.index, [share.results for share in shares])
+        index, results = self._plans.index, [share.results for share in shares]
+        persistently(lambda: writer.finish(index, results), self._tmp)
         records = dict(writer.records)
         for share in shares:
             records.update(share.records)
@@ -319,7 +321,7 @@ def _open(directory: Path) -> Reader:
         reader = open_reader(directory)
     except UnusableCheckpointError as error:
         raise CheckpointError(place.damage(directory, [error.problem])) from error
-    missing = sorted(n for n in reader.files() if not (directory / n).is_file())
+    missing = sorted(reader.files() - place.sizes_of(directory, reader.files()).keys())
     if missing:
         problems = [f"{directory / n} is missing" for n in missing]
         raise CheckpointError(place.damage(directory, problems))

@@ -5,6 +5,9 @@ job that finds the file looks whether its writer is still there: by its process 
 by the restart count of the same scheduler job, otherwise by whether the file is still touched. What
 a killed run left is taken over; a living one is an error.
 
+A store has no file that only one of two can create. There the one that wrote last has it, and the
+other notices: before its next save, or before that save counts.
+
 The lock keeps two jobs from mixing their files. That a checkpoint is never half replaced does not
 depend on it.
 """
@@ -22,10 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.store import StorePath
 from megatron.core.errors import CheckpointError, complaint
 
 LOCK_FILE = ".lock"
 TOUCH_S = 10.0
+SETTLE_S = 1.0  # in a store, until another job that claims it at this moment is seen
 STALE_S = 60.0  # a lock that nobody touched for so long has no writer any more
 _LOOK_S = 0.5
 
@@ -42,7 +47,7 @@ class Lock:
     """The right to save into a directory. Make one with `take`."""
 
     def __init__(self, path: Path, token: str, text: str) -> None:
-        self._path, self._token, self._text = path, token, text
+        self._path, self._token, self._text, self._beats = path, token, text, 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._touch, name="checkpoint lock", daemon=True)
         self._thread.start()
@@ -77,7 +82,11 @@ class Lock:
     def _touch(self) -> None:
         while not self._ended.wait(TOUCH_S):
             with contextlib.suppress(OSError):
-                os.utime(self._path)
+                if not isinstance(self._path, StorePath):
+                    os.utime(self._path)
+                elif (_read(self._path) or {}).get("token") == self._token:
+                    self._beats += 1
+                    _write(self._path, json.dumps({**json.loads(self._text), "beat": self._beats}))
 
 
 def take(root: Path, job: Job | None = None) -> Lock:
@@ -94,9 +103,8 @@ def take(root: Path, job: Job | None = None) -> Lock:
     """
     path, token, job = root / LOCK_FILE, uuid.uuid4().hex, job or Job()
     text = _content(token, job)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
+    created = _create(path, text)
+    if not created:
         holder = _read(path) or {}
         if not (_is_gone(holder, job) or _is_still(path)):
             raise CheckpointError(
@@ -106,8 +114,11 @@ def take(root: Path, job: Job | None = None) -> Lock:
                     f"Another job saves there: {_describe(holder)}",
                     f"End that job or choose another directory; if it is gone, remove {path}",
                 )
-            ) from None
+            )
         _write(path, text)
+    if isinstance(path, StorePath):
+        time.sleep(SETTLE_S)
+    if not created or isinstance(path, StorePath):
         now = _read(path)
         if now is None or now.get("token") != token:
             raise CheckpointError(
@@ -117,10 +128,7 @@ def take(root: Path, job: Job | None = None) -> Lock:
                     "Another job claimed it at the same moment",
                     "Start one of them only, or choose another directory",
                 )
-            ) from None
-    else:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+            )
     return Lock(path, token, text)
 
 
@@ -137,7 +145,26 @@ def _content(token: str, job: Job) -> str:
     )
 
 
+def _create(path: Path, text: str) -> bool:
+    """Write a lock if there is none; return whether there was none."""
+    if isinstance(path, StorePath):
+        if path.is_file():
+            return False
+        path.write_text(text)
+        return True
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    return True
+
+
 def _write(path: Path, text: str) -> None:
+    if isinstance(path, StorePath):
+        path.write_text(text)
+        return
     own = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
     own.write_text(text, encoding="utf-8")
     os.replace(own, path)
@@ -175,7 +202,17 @@ def _start_of(process: int) -> int | None:
 
 
 def _is_still(path: Path) -> bool:
-    """Whether nobody touches a lock any more. By the clock of its file system."""
+    """Whether nobody touches a lock any more. By the clock of its file system.
+
+    In a store, where only contents are the same for everybody, by whether that changes.
+    """
+    if isinstance(path, StorePath):
+        text, deadline = path.read_bytes(), time.monotonic() + STALE_S
+        while time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+            if not path.is_file() or path.read_bytes() != text:
+                return not path.is_file()
+        return True
     probe = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
     probe.touch()
     now = probe.stat().st_mtime

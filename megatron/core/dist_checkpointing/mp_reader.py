@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.core.dist_checkpointing import mp_ranks, safe_pickle
 from megatron.core.dist_checkpointing.chunks import misplaced
 from megatron.core.dist_checkpointing.storage import INDEX_FILE, Reader
-from megatron.core.errors import UnusableCheckpointError
+from megatron.core.dist_checkpointing.store import StorePath
+from megatron.core.errors import CheckpointError, UnusableCheckpointError, complaint
 
 VERSION = 3.0
 _SHOWN = 4
@@ -46,6 +47,9 @@ def open_reader(directory: Path) -> Reader:
         CheckpointError: It cannot be read; says why.
     """
     if not (directory / INDEX_FILE).is_file() and mp_ranks.is_one(directory):
+        if isinstance(directory, StorePath):
+            why = "Files of ranks (the older torch format) are mapped into memory from a disk"
+            raise CheckpointError(complaint("--load", directory, why, "Copy it to one"))
         return RankFilesReader(directory)
     return Reader(directory)
 

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import directory as place
+from megatron.core.dist_checkpointing import uploads
+from megatron.core.dist_checkpointing.store import StorePath
 from megatron.core.errors import CheckpointError
 from megatron.core.files import sync_directory
 
@@ -71,6 +73,9 @@ def remove(directory: Path) -> None:
     Raises:
         OSError: It could not be removed.
     """
+    if isinstance(directory, StorePath):
+        uploads.remove(directory)
+        return
     doomed = directory.with_name(directory.name + place.REMOVED)
     os.rename(directory, doomed)
     sync_directory(directory.parent)

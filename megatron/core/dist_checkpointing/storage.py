@@ -29,14 +29,20 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from megatron.core.dist_checkpointing import safe_pickle
 from megatron.core.dist_checkpointing.chunks import ChunkIndex, misplaced
-from megatron.core.dist_checkpointing.foreign import own_names
+from megatron.core.dist_checkpointing.foreign import own_names, weights_as_masters
 from megatron.core.dist_checkpointing.safe_pickle import Forbidden, Opaque, refusal
 from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
+from megatron.core.dist_checkpointing.store import Parts, StorePath
 from megatron.core.errors import UnusableCheckpointError
 from megatron.core.files import sync
 
@@ -135,7 +141,7 @@ class _ChecksumFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with Path(path).open(mode) as file:
+        with (path if isinstance(path, Path) else Path(path)).open(mode) as file:
             if "w" not in mode:
                 yield cast(io.IOBase, file)
                 return
@@ -150,7 +156,11 @@ class _ChecksumFileSystem(FileSystem):
         self.records[Path(path).name] = FileRecord(stream.size_bytes, stream.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
+        if isinstance(path, StorePath):
+            path.copy_to(cast(StorePath, new_path))
+            path.unlink()
+        else:
+            super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
@@ -159,10 +169,16 @@ class ChecksumWriter(FileSystemWriter):
 
     def __init__(self, path: Path, pace: Pace | None = None) -> None:
         """Write into ``path``, with an fsync for each file."""
-        super().__init__(path, sync_files=True, thread_count=1, overwrite=False)
+        stored = isinstance(path, StorePath)
+        super().__init__(path, sync_files=not stored, thread_count=1, overwrite=False)
         files = _ChecksumFileSystem(pace)
         self.fs = files
         self.records: dict[str, FileRecord] = files.records
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what the index says of itself; in plain values, so that anybody can read it."""
+        where = str(self.path) if isinstance(self.path, StorePath) else self.checkpoint_id
+        return StorageMeta(checkpoint_id=where, save_id=self.save_id)
 
 
 class PlainPlanner(DefaultSavePlanner):
@@ -277,7 +293,7 @@ class Reader:
         self._take(directory, _read_index(directory / INDEX_FILE))
 
     def _take(self, directory: Path, metadata: Metadata) -> None:
-        self.directory, self._metadata = directory, metadata
+        self.directory, self._metadata, self._source = directory, metadata, Parts()
         self.common: dict[str, Any] | None = None  # settings that lie in no entry and no file
         self.tensors: dict[str, TensorEntry] = {}
         self.blobs: list[str] = []
@@ -289,6 +305,12 @@ class Reader:
                 self.tensors[key] = TensorEntry(tuple(entry.size), entry.properties.dtype)
             else:
                 self.blobs.append(key)
+
+    def take_weights_as_masters(self) -> None:
+        """Give masters that are not stored, since the fp32 weights are, their names too."""
+        for key, weight in weights_as_masters(self.tensors).items():
+            self.tensors[key] = self.tensors[weight]
+            self._stored[key] = self._stored[weight]
 
     def files(self) -> set[str]:
         """Return the names of the data files that the index refers to."""
@@ -353,22 +375,41 @@ class Reader:
             CheckpointError: A key is missing, a shape differs, a block is not covered by stored
                 data, or a file is damaged.
         """
-        jobs: dict[tuple[str, int], list[tuple[MetadataIndex, Any, _Copy]]] = {}
+        jobs, num_bytes = self.jobs(targets)
+        for job in jobs:
+            job.fill(self.stored(job))
+        return num_bytes
+
+    def jobs(self, targets: Mapping[str, Sharded]) -> tuple[list[Job], int]:
+        """Return which stored blocks `load` reads, in file order, and the bytes of the targets.
+
+        Args:
+            targets: See `load`.
+
+        Raises:
+            CheckpointError: As there, but for damage.
+        """
+        jobs: dict[tuple[str, int], Job] = {}
         num_bytes = 0
         for key, target in targets.items():
             self._check_shape(key, target)
             for piece in target.pieces:
                 num_bytes += piece.local.nbytes
-                for index, info, copy in self._plan(key, piece, target.padded_dim):
-                    jobs.setdefault((info.relative_path, info.offset), []).append(
-                        (index, info, copy)
-                    )
-        for place in sorted(jobs):  # in file order, and each stored block is read once
-            index, info, _ = jobs[place][0]
-            stored = self._tensor(index, info)
-            for _, _, copy in jobs[place]:
-                copy.run(stored)
-        return num_bytes
+                for index, shape, copy in self._plan(key, piece, target.padded_dim):
+                    info = self._metadata.storage_data[index]
+                    place = info.relative_path, info.offset
+                    if place not in jobs:
+                        jobs[place] = Job(key, place, shape, self.tensors[key].dtype, index, [])
+                    jobs[place].copies.append(copy)
+        return [jobs[place] for place in sorted(jobs)], num_bytes
+
+    def stored(self, job: Job) -> Tensor:
+        """Read a stored block.
+
+        Raises:
+            CheckpointError: Its file is damaged.
+        """
+        return self._tensor(job.index, self._metadata.storage_data[job.index])
 
     def _entry(self, key: str) -> TensorEntry:
         if key not in self.tensors:
@@ -387,7 +428,7 @@ class Reader:
 
     def _plan(
         self, key: str, piece: Piece, padded_dim: int | None
-    ) -> Iterator[tuple[MetadataIndex, Any, _Copy]]:
+    ) -> Iterator[tuple[MetadataIndex, tuple[int, ...], _Copy]]:
         stored = self._stored[key]
         entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[stored])
         shape = tuple(piece.local.shape)
@@ -404,7 +445,7 @@ class Reader:
             source = _slices(start, extent, chunk.offsets)
             destination = piece.local[_slices(start, extent, piece.offset)]
             index = MetadataIndex(stored, chunk.offsets)
-            copies.append((index, self._metadata.storage_data[index], _Copy(source, destination)))
+            copies.append((index, tuple(chunk.sizes), _Copy(source, destination)))
         if missing and padded_dim is not None:
             beyond = piece.offset[padded_dim] + shape[padded_dim] - entry.size[padded_dim]
             beyond = min(max(beyond, 0), shape[padded_dim])
@@ -437,9 +478,7 @@ class Reader:
     def _raw(self, info: Any) -> bytes:
         path = self.directory / info.relative_path
         try:
-            with path.open("rb") as file:
-                file.seek(info.offset)
-                data: bytes = file.read(info.length)
+            data = self._source.read(path, info.offset, info.length)
         except OSError as error:
             raise UnusableCheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
         if len(data) != info.length:
@@ -459,6 +498,37 @@ class _Copy:
             self.destination.copy_(stored[self.source])
 
 
+@dataclass(frozen=True)
+class Job:
+    """A stored block, read once, and the places that get parts of it.
+
+    Attributes:
+        key: The tensor that it belongs to.
+        place: File and offset.
+        shape: Its shape.
+        dtype: Its type.
+        index: Its name in the index.
+        copies: What goes where.
+    """
+
+    key: str
+    place: tuple[str, int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    index: MetadataIndex
+    copies: list[_Copy]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the block's values."""
+        return volume(self.shape) * self.dtype.itemsize
+
+    def fill(self, stored: Tensor) -> None:
+        """Copy the block to its places."""
+        for copy in self.copies:
+            copy.run(stored)
+
+
 def _slices(
     start: Sequence[int], extent: Sequence[int], origin: Sequence[int]
 ) -> tuple[slice, ...]:
@@ -467,8 +537,7 @@ def _slices(
 
 def _read_index(path: Path) -> Metadata:
     try:
-        with path.open("rb") as file:
-            metadata = _IndexUnpickler(file).load()
+        metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
     except OSError as error:
         raise UnusableCheckpointError(f"{path}: cannot read it ({error.strerror}).") from error
     except Forbidden as error:

@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.storage import (
     PlainPlanner,
     checksum,
 )
+from megatron.core.dist_checkpointing.store import StorePath, persistently
 from megatron.core.errors import CheckpointError, complaint
 
 # The writer yields the processor to the run, like a program started with `nice`.
@@ -186,7 +187,7 @@ class ShareWriter:
     def run(self) -> None:
         """Write; what goes wrong becomes part of the share."""
         try:
-            share = self._write()
+            share = persistently(self._write, self._tmp)
         except OSError as error:
             share = Share(place.describe(error), [], {})
         except Exception as error:  # a writer that fails is the same error on all ranks
@@ -225,7 +226,8 @@ def check_written(folder: Path, records: Mapping[str, FileRecord]) -> None:
         CheckpointError: They differ.
     """
     for name, record in records.items():
-        _forget_cached(folder / name)
+        if not isinstance(folder, StorePath):
+            _forget_cached(folder / name)
         if checksum(folder / name) != record:
             raise CheckpointError(
                 f"{folder / name} has other content than was written (--verify-checkpoint)"
