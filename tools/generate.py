@@ -22,6 +22,7 @@ from megatron.config.tool_flags import ToolParser, run_tool
 from megatron.core.datasets.tokenizers import Tokenizer
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.core.models.gpt.generation import Sampling, generate
+from megatron.training.perplexity import read_text
 from megatron.training.restore import add_flags, restore_from
 
 
@@ -50,12 +51,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """
     prompts = list(args.prompt)
     if args.prompt_file is not None:
-        try:
-            lines = args.prompt_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                complaint("--prompt-file", args.prompt_file, str(error), "Name a UTF-8 text file")
-            ) from error
+        lines = read_text(args.prompt_file, "--prompt-file").splitlines()
         prompts += [line for line in lines if line]
     if not prompts:
         raise DataError(

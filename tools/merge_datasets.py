@@ -14,11 +14,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.tool_flags import ToolParser, run_tool, stop_on_sigterm
+from megatron.core.datasets import origin
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.text_input import refuse_address
 from megatron.core.errors import DataError, MegatronError, complaint
 
 
@@ -62,7 +65,7 @@ def merge(prefixes: Sequence[str], output: str) -> tuple[int, int]:
         Documents and tokens of the result.
 
     Raises:
-        DataError: One cannot be read, or their vocabularies have different sizes.
+        DataError: One cannot be read, or they are of different tokenizers.
     """
     target = os.path.abspath(output)
     if target in map(os.path.abspath, prefixes):
@@ -86,12 +89,51 @@ def merge(prefixes: Sequence[str], output: str) -> tuple[int, int]:
                 "Tokenize all texts with the same one",
             )
         )
+    known = _origin(prefixes)
     Path(target).parent.mkdir(parents=True, exist_ok=True)
+    origin.forget(target)
     with IndexedDatasetBuilder(target, next(iter(kinds))) as builder:
         for prefix in prefixes:
             builder.add_index(prefix)
         builder.finalize()
+    if known is not None:
+        origin.write(target, known)
     return documents, tokens
+
+
+def _origin(prefixes: Sequence[str]) -> dict[str, Any] | None:
+    """Return what all corpora say about their tokenizer, None if some say nothing.
+
+    Raises:
+        DataError: Two of them differ.
+    """
+    known = {prefix: origin.read(prefix, "--input") for prefix in prefixes}
+    said = {prefix: found for prefix, found in known.items() if found is not None}
+    if not said:
+        return None
+    first = next(iter(said))
+    for prefix, found in said.items():
+        why = origin.difference(said[first], found)
+        if why:
+            raise DataError(
+                complaint(
+                    "--input",
+                    f"{first} and {prefix}",
+                    f"By their {origin.ENDING} files {why}",
+                    "Tokenize all texts with the same tokenizer and options; or remove these files "
+                    "if they belong to other corpora",
+                )
+            )
+    silent = [prefix for prefix in prefixes if prefix not in said]
+    if silent:
+        print(
+            f"NOTE: {silent[0]} has no {origin.ENDING} file"
+            + (f", like {len(silent) - 1} others" if len(silent) > 1 else "")
+            + "; whether its tokenizer is that of the others cannot be told",
+            file=sys.stderr,
+        )
+        return None
+    return said[first]
 
 
 def make_parser() -> ToolParser:
@@ -109,6 +151,8 @@ def run(args: argparse.Namespace) -> None:
         raise DataError(
             complaint("--multimodal", "it", "Corpora here hold text only", "Leave the flag out")
         )
+    refuse_address("--input", args.input)
+    refuse_address("--output-prefix", args.output_prefix)
     prefixes = find_corpora(args.input)
     documents, tokens = merge(prefixes, args.output_prefix)
     print(f"{args.output_prefix}: {len(prefixes)} corpora, {documents} documents, {tokens} tokens")

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config.tool_flags import ToolParser, add_tokenizer_flags, run_tool, stop_on_sigterm
 from megatron.core.datasets.encoding import EncodeOptions
 from megatron.core.datasets.preprocess import Summary, encode_files, measure_rate
-from megatron.core.datasets.text_input import find_inputs
+from megatron.core.datasets.text_input import find_inputs, refuse_address
 from megatron.core.datasets.tokenizers import TokenizerOptions, build_tokenizer
 from megatron.core.errors import DataError, MegatronError, complaint
 
@@ -123,6 +123,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     for flag, value in counts.items():
         if value < 1:
             raise DataError(complaint(flag, value, "It is a count", "Use 1 or more"))
+    for path in args.input:
+        refuse_address("--input", path)
+    refuse_address("--output-prefix", args.output_prefix)
+    for key in args.json_keys:
+        if set(key) & {"/", "\0"}:
+            why = "Keys are part of the names of the output"
+            raise DataError(complaint("--json-keys", key, why, "Rename the field in the input"))
 
 
 def find_workers(

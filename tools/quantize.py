@@ -27,14 +27,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import ConfigError
+from megatron.config.data import TOKENIZER_FIELDS
 from megatron.config.problems import Problem
-from megatron.config.tool_flags import ToolParser, run_tool
-from megatron.core.datasets.tokenizers import (
-    TOKENIZER_TYPES,
-    Tokenizer,
-    TokenizerOptions,
-    build_tokenizer,
-)
+from megatron.config.tool_flags import ToolParser, add_tokenizer_flags, run_tool
+from megatron.core.datasets.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.observe.lines import perplexity
 from megatron.training import hf_convert, hf_files
@@ -52,7 +48,6 @@ _GROUP_SIZE, _DAMPING, _SAMPLES = 128, 0.01, 128
 _LONGEST = 2048  # tokens of a window, unless --seq-length says otherwise
 _CALIBRATION = ("act_order", "damping", "calibration_samples", "calibration_text",
                 "calibration_data_path")  # fmt: skip
-_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 REPORT = "quantization_report.json"
 
 
@@ -80,11 +75,7 @@ def make_parser() -> ToolParser:
     _add_texts(p)
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     p.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    group = p.add_argument_group("tokenizer (default: what the model brings along)")
-    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES)
-    group.add_argument("--tokenizer-model")
-    group.add_argument("--vocab-file")
-    group.add_argument("--merge-file")
+    add_tokenizer_flags(p.add_argument_group("tokenizer (default: what the model brings along)"))
     return p
 
 
@@ -183,6 +174,13 @@ def bf16_source(args: argparse.Namespace, request: hf_convert.Request, source: M
     if plain and source.dtype == torch.bfloat16 and args.bf16_dir is None:
         _tell(f"the bf16 model is {args.load}")
         return source
+    if request.save.resolve() == args.save_dir.resolve():
+        why = "Two models need two directories"
+        raise DataError(complaint("--bf16-dir", request.save, why, "Name another one"))
+    if request.save.exists() and _in_use(request.save):
+        why = "It is in use, perhaps by an earlier try"
+        fix = f"Go on from what it left with --load {request.save}, or name a new directory"
+        raise DataError(complaint("--bf16-dir", request.save, why, fix))
     hf_convert.convert(request, source)
     _tell(f"the bf16 model is kept in {request.save}")
     opened = HfSource(request.save)
@@ -201,9 +199,8 @@ def tokenizer_for(args: argparse.Namespace, source: Model) -> Tokenizer:
     Raises:
         DataError: There is none.
     """
-    given = {name: getattr(args, name) for name in _TOKENIZER if getattr(args, name) is not None}
-    if given:
-        return build_tokenizer(TokenizerOptions(**given))
+    if any(getattr(args, name) is not None for name in TOKENIZER_FIELDS):
+        return build_tokenizer(TokenizerOptions.of(args))
     files = source.tokenizer
     if "tokenizer.json" in files:
         kind, model = "HuggingFaceTokenizer", str(files["tokenizer.json"].parent)

@@ -60,6 +60,10 @@ class CheckpointConfig:
         help="End with an error when the newest checkpoint is damaged, instead of loading the one"
         " before it.",
     )
+    ckpt_fully_parallel_load: bool = field(
+        False,
+        help="Let replicas divide the reading of a checkpoint and send each other what they read.",
+    )
     ckpt_format: str = field("torch_dist", choices=("torch_dist",), help="Format of checkpoints.")
     no_save_optim: bool = field(False, help="Leave the optimizer out of checkpoints.")
     no_save_rng: bool = field(False, help="Leave the random state out of checkpoints.")

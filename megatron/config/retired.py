@@ -20,7 +20,6 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--dist-ckpt-format": (("torch_dist",), "torch_dist is the one format"),
     "--auto-detect-ckpt-format": (ANY, "torch_dist is the one format"),
     "--ckpt-fully-parallel-save": (ANY, "every rank writes its own share, always so here"),
-    "--ckpt-fully-parallel-load": (ANY, "every rank reads only what it needs, always so here"),
     "--ckpt-assume-constant-structure": (ANY, "the layout of a checkpoint is cheap to plan"),
     "--dist-ckpt-optim-fully-reshardable": (ANY, _LAYOUT_FREE),
     "--distrib-optim-fully-reshardable-mem-efficient": (ANY, _LAYOUT_FREE),

@@ -15,11 +15,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.core.dist_checkpointing import directory as place
-from megatron.core.dist_checkpointing import io, plain, schema
+from megatron.core.dist_checkpointing import exchange, io, plain, schema
 from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import Sharded
 from megatron.core.dist_checkpointing.storage import Reader
@@ -32,6 +33,7 @@ from megatron.training import (
     finding,
     foreign_state,
     fp8_entries,
+    megatron_entries,
     random_state,
 )
 from megatron.training.descriptions import Descriptions
@@ -243,17 +245,19 @@ def _common(
     """The entry that all ranks share; the outer names are Megatron-Core's."""
     counters = progress.to_dict()
     args = argparse.Namespace(**{**cfg.to_dict(), **counters})
+    scalars = optimizer.scalars() if optimizer else None
+    schedule = scheduler.state_dict() if scheduler else None
+    theirs = megatron_entries.entries(cfg, scalars, schedule)
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": progress.iteration,
         "args": args,
         "given": cfg.given_dict(),
         "num_floating_point_operations_so_far": progress.floating_point_operations_so_far,
-        "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
         "progress": counters,
         "arrangement": finding.arrangement(mesh),
-        "opt_param_scheduler": scheduler.state_dict() if scheduler else None,
-        "optimizer_scalars": optimizer.scalars() if optimizer else None,
+        "optimizer_scalars": scalars,
+        **theirs,
     }
 
 
@@ -276,10 +280,17 @@ class _Loading:
     weights_only: bool
     say: Say
     alone: bool = False  # each rank reads a checkpoint of its own
+    device: torch.device = torch.device("cpu")  # of the model
 
     def note(self, text: str) -> None:
         if self.peers.leads:
             self.say(text)
+
+    def read(self, targets: Mapping[str, Sharded]) -> int:
+        """Fill the targets; returns their bytes. Collective."""
+        if not self.cfg.ckpt_fully_parallel_load or self.alone:
+            return self.peers.attempt(lambda: self.reader.load(targets))
+        return exchange.load(self.reader, targets, self.mesh, self.device)
 
 
 def load_checkpoint(
@@ -327,7 +338,8 @@ def load_checkpoint(
         return False
     reader, common = opened.reader, opened.common
     weights_only = cfg.finetune or opened.iteration == place.RELEASE
-    loading = _Loading(cfg, mesh, peers, reader, common, weights_only, say, opened.alone)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    loading = _Loading(cfg, mesh, peers, reader, common, weights_only, say, opened.alone, device)
     saved = checkpoint_config.saved_settings(common)
     for note in peers.attempt(lambda: checkpoint_config.check_same_model(saved, cfg)):
         loading.note(note)
@@ -432,7 +444,7 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
     in_fp8 = optimizer.fp8_values() if optimizer is not None else {}
     wanted = schema.model_state(model, mesh, stacking, in_fp8)
     _check_tensors(loading, wanted, _stored(reader, schema.is_model_key), "the model")
-    num_bytes = loading.peers.attempt(lambda: reader.load(wanted))
+    num_bytes = loading.read(wanted)
     counts = f"{len(wanted)} model tensors"
     if optimizer is not None:
         if loading.weights_only or cfg.no_load_optim:
@@ -441,7 +453,7 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
             named, owned = optimizer.loadable_state(), optimizer.owned_ranges
             state = schema.optimizer_state(named, model, mesh, stacking, owned)
             _check_optimizer_tensors(loading, state)
-            num_bytes += loading.peers.attempt(lambda: reader.load(state))
+            num_bytes += loading.read(state)
             optimizer.finish_load()
             counts += f", {len(state)} optimizer tensors"
     loading.note(f"  loaded {counts}, {num_bytes / 1e6:.1f} MB on this rank, 0 missing")
@@ -449,6 +461,7 @@ def _load_weights(loading: _Loading, model: nn.Module, optimizer: Optimizer | No
 
 def _check_optimizer_tensors(loading: _Loading, state: Mapping[str, Sharded]) -> None:
     foreign_state.check_optimizer_form(loading.common, loading.reader)
+    loading.reader.take_weights_as_masters()
     stored = _stored(loading.reader, lambda k: k.startswith(schema.OPTIMIZER_PREFIX))
     hint = "pass --no-load-optim or --finetune to load the weights alone"
     _check_tensors(loading, state, stored, "the optimizer", hint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,15 @@ def open_newest(
                 f" loading distributed checkpoint from {candidate.root} "
                 f"at iteration {opened.iteration}"
             )
+            for line in _oddities(opened):
+                say(line)
         return opened
-    raise problems[0]
+    if len(problems) == 1:
+        raise problems[0]
+    # The first one's message may recommend another of them.
+    why = f"None of its {len(problems)} checkpoints can be loaded, for the reasons above"
+    fix = "Restore one from a copy, or give another directory"
+    raise CheckpointError(complaint("--load", cfg.load, why, fix)) from problems[0]
 
 
 def _open(candidate: _Candidate, peers: Peers, contents: bool) -> Opened:
@@ -140,6 +147,15 @@ def _open(candidate: _Candidate, peers: Peers, contents: bool) -> Opened:
         reader = io.open_checkpoint(found.directory, peers, contents)
     common = peers.attempt(lambda: checkpoint_config.read_common(reader))
     return Opened(candidate.root, found.iteration, reader, common, candidate.alone)
+
+
+def _oddities(opened: Opened) -> Iterator[str]:
+    """What is no error and should not pass without a word."""
+    directory, inside = opened.reader.directory, opened.common.get("iteration")
+    if isinstance(opened.iteration, int) and inside not in (None, opened.iteration):
+        yield f"WARNING: {directory} holds iteration {inside}, and that is what counts"
+    if place.read_manifest(directory) is None:
+        yield f"NOTE: {directory} has no {place.MANIFEST_FILE}: its files were not checked"
 
 
 def _candidates(cfg: RunConfig, mesh: ParallelState, peers: Peers) -> list[_Candidate]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 # What of Megatron-LM's schedule is which field of ours.
-_LR = {"max_lr": "max_lr", "min_lr": "min_lr", "lr_warmup_steps": "warmup_samples",
+LR_NAMES = {"max_lr": "max_lr", "min_lr": "min_lr", "lr_warmup_steps": "warmup_samples",
        "lr_decay_steps": "decay_samples", "lr_decay_style": "style"}  # fmt: skip
-_WD = {"start_wd": "start", "end_wd": "end", "wd_incr_steps": "incr_samples",
+WD_NAMES = {"start_wd": "start", "end_wd": "end", "wd_incr_steps": "incr_samples",
        "wd_incr_style": "style"}  # fmt: skip
 _LR_ARGUMENTS = {"lr_warmup_init": "warmup_init", "lr_wsd_decay_style": "wsd_style"}
-_SCALER = {"scale": "loss_scale", "growth_tracker": "good_steps",
+SCALER_NAMES = {"scale": "loss_scale", "growth_tracker": "good_steps",
            "hysteresis_tracker": "tolerance_left"}  # fmt: skip
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 # Entries that are taken over, say how others are stored, or are spoken of elsewhere.
@@ -139,18 +139,24 @@ def optimizer_scalars(common: Mapping[str, Any]) -> dict[str, Any] | None:
     Returns:
         None when the entry has neither.
     """
+    found = _first_optimizer(common)
+    steps = [group.get("step") for group in _groups(found)]
+    steps.append((found.get("optimizer", found).get("state") or {}).get("common_step"))
+    known = [int(step) for step in steps if step is not None]
+    scaler = found.get("grad_scaler") or {}
+    scale = {own: float(scaler[name]) for name, own in SCALER_NAMES.items() if name in scaler}
+    return {"step": max(known), **scale} if known else None
+
+
+def _first_optimizer(common: Mapping[str, Any]) -> Mapping[str, Any]:
     found = common.get("optimizer")
     if isinstance(found, dict) and "optimizer" not in found and "param_groups" not in found:
         found = next(iter(found.values()), None)  # a chain: experts have an optimizer of their own
-    if not isinstance(found, dict):
-        return None
-    inner = found.get("optimizer", found)
-    steps = [group.get("step") for group in inner.get("param_groups") or ()]
-    steps.append((inner.get("state") or {}).get("common_step"))
-    known = [int(step) for step in steps if step is not None]
-    scaler = found.get("grad_scaler") or {}
-    scale = {own: float(scaler[name]) for name, own in _SCALER.items() if name in scaler}
-    return {"step": max(known), **scale} if known else None
+    return found if isinstance(found, dict) else {}
+
+
+def _groups(optimizer: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return optimizer.get("optimizer", optimizer).get("param_groups") or ()
 
 
 def schedule_here(
@@ -170,9 +176,9 @@ def schedule_here(
     Raises:
         CheckpointError: Names what is missing.
     """
-    missing = [name for name in ("num_steps", *_LR, *_WD) if name not in state]
+    missing = [name for name in ("num_steps", *LR_NAMES, *WD_NAMES) if name not in state]
     args = _arguments(common)
-    lr = {**own["lr"], **{field: state[name] for name, field in _LR.items() if name in state}}
+    lr = {**own["lr"], **{field: state[name] for name, field in LR_NAMES.items() if name in state}}
     for name, field in _LR_ARGUMENTS.items():
         if args.get(name) is not None:
             lr[field] = args[name]
@@ -191,7 +197,7 @@ def schedule_here(
                 "Pass --no-load-optim or --finetune, and this run's own schedule",
             )
         )
-    wd = {**own["wd"], **{field: state[name] for name, field in _WD.items()}}
+    wd = {**own["wd"], **{field: state[name] for name, field in WD_NAMES.items()}}
     return {"lr": lr, "wd": wd, "num_samples": int(state["num_steps"])}
 
 
@@ -245,6 +251,8 @@ def left_out(common: Mapping[str, Any], blobs: Iterable[str], cfg: RunConfig) ->
             found.append("a loss scale, which it has none of; this run's first one is used")
         elif scaled and not cfg.fp16:
             found.append("the loss scale (grad_scaler), which this run has none of")
+        if any(group.get("is_decoupled_lr") for group in _groups(_first_optimizer(common))):
+            found.append("--decoupled-lr; all parameters have the rate of --lr")
     kinds = {key.partition("/")[0] for key in blobs} | set(common)
     found += [kind for kind in sorted(kinds) if not _KNOWN.search(kind)]
     return [f"  NOTE: not taken over from Megatron-LM: {one}" for one in found]

@@ -8,6 +8,7 @@ Anything that this project's model cannot compute is refused by the name it has 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def unusable(problem: str) -> UnusableCheckpointError:
     return UnusableCheckpointError(problem, "--load-dir", fix)
 
 
+_MOST_LAYERS = 100_000  # their names are listed
 _GPT2_SIZES = ("n_embd", "n_layer", "n_head", "vocab_size")
 _GPT2_OPTIONAL = ("n_inner", "n_positions")
 _LLAMA_SIZES = (
@@ -165,11 +167,19 @@ def _numbers_fit(config: Mapping[str, Any], refused: Refusals, *, gpt2: bool) ->
         if not isinstance(value, float):
             wrong.append(name)
             refused.check(False, name, value, "it is a number like 1e-05")
+    layers = "n_layer" if gpt2 else "num_hidden_layers"
+    if not wrong and config[layers] > _MOST_LAYERS:
+        wrong.append(layers)
+        refused.check(False, layers, config[layers], f"no model has more than {_MOST_LAYERS}")
     return not wrong
 
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _llama_fields(config: Mapping[str, Any], refused: Refusals) -> Fields:
@@ -225,23 +235,38 @@ def _refuse_sliding_window(config: Mapping[str, Any], refused: Refusals) -> None
 
 def _rope_fields(config: Mapping[str, Any], refused: Refusals) -> Fields:
     """Read both spellings: ``rope_theta`` + ``rope_scaling``, and ``rope_parameters``."""
-    merged = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
-    merged.update(config.get("rope_parameters") or {})
+    merged = {"rope_theta": config.get("rope_theta")}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name) or {}
+        refused.check(isinstance(value, Mapping), name, value, "it is no dictionary")
+        merged.update(value if isinstance(value, Mapping) else {})
     theta = merged["rope_theta"] if merged["rope_theta"] is not None else _DEFAULT_ROPE_THETA
     kind = merged.get("rope_type") or merged.get("type") or "default"
     share = merged.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     share = share or (0.5 if config["model_type"] == "glm4_moe" else 1.0)
+    factor = merged.get("factor")
+    numbers = {"rope_theta": theta, "partial_rotary_factor": share, "rope_scaling.factor": factor}
+    wrong = {n: v for n, v in numbers.items() if v is not None and not _is_number(v)}
+    for name, value in wrong.items():
+        refused.check(False, name, value, "it is no number")
+    if wrong:
+        refused.settle()
     refused.check(float(theta).is_integer(), "rope_theta", theta, "--rotary-base is an integer")
+    refused.check(
+        share == 1.0 or config["model_type"] == "glm4_moe",
+        "partial_rotary_factor",
+        share,
+        "the architecture rotates whole heads",
+    )
     fields: Fields = {"rotary_base": int(theta), "rotary_percent": float(share)}
     if kind == "llama3":
         for name, value in LLAMA3_SCALING.items():
             got = merged.get(name)
             refused.check(got == value, f"rope_scaling.{name}", got, f"only {value} is supported")
         fields["use_rope_scaling"] = True
-        fields["rope_scaling_factor"] = float(merged.get("factor", 8.0))
+        fields["rope_scaling_factor"] = float(8.0 if factor is None else factor)
     elif kind == "linear":
-        factor = merged.get("factor")
-        whole = isinstance(factor, (int, float)) and factor >= 1 and float(factor).is_integer()
+        whole = factor is not None and factor >= 1 and float(factor).is_integer()
         why = "--rotary-seq-len-interpolation-factor is a whole number"
         refused.check(whole, "rope_scaling.factor", factor, why)
         fields["rotary_seq_len_interpolation_factor"] = int(factor or 1) if whole else 1

@@ -31,8 +31,15 @@ from megatron.training import hf_files, hf_fp8, hf_kept, hf_map
 from megatron.training.checkpoint_config import TOKENIZER_DIRECTORY, stacking_of
 from megatron.training.hf_config import hf_from_fields
 from megatron.training.hf_rows import Place, Row, every_tensor
-from megatron.training.hf_sources import SPECIAL_TOKENS, HfSource, MegatronSource, Say, Source
-from megatron.training.safetensors_file import Planned
+from megatron.training.hf_sources import (
+    SPECIAL_TOKENS,
+    HfSource,
+    MegatronSource,
+    Say,
+    Source,
+    check_vocabulary,
+)
+from megatron.training.safetensors_file import Planned, in_type
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP8 = "fp8"  # only as an export: codes and scales
@@ -223,7 +230,8 @@ def _lazy(
     own = row.dtype or dtype
 
     def make() -> Tensor:
-        return made.keep(source.read(row, at).to(own).reshape(shape).contiguous())
+        read = in_type(source.read(row, at), own, at.of(row.name))
+        return made.keep(read.reshape(shape).contiguous())
 
     return Piece(torch.empty(shape, dtype=own, device="meta"), offset, make)
 
@@ -266,6 +274,7 @@ def open_source(request: Request, say: Say = print) -> HfSource | MegatronSource
         )
     if request.loader == "huggingface":
         source = HfSource(request.load)
+        check_vocabulary(request.vocab_size, source.fields["vocab_size"])
         for note in source.notes():
             say(note)
         return source

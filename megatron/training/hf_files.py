@@ -188,7 +188,14 @@ def _load_bin(path: Path) -> Mapping[str, Tensor]:
         raise unusable(f"{path} is damaged or no plain weight file ({error})") from error
     if not isinstance(loaded, dict):
         raise unusable(f"{path} holds no dictionary of tensors")
+    odd = [n for n, t in loaded.items() if not (isinstance(n, str) and _is_plain(t))]
+    if odd:
+        raise unusable(f"{path} holds more than plain tensors by name: {odd[:3]!r}")
     return loaded
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
 
 
 def write_weights(

@@ -50,6 +50,18 @@ class Source(Protocol):
         """The scales that FP8 weights in HuggingFace format have or had, by name."""
 
 
+def check_vocabulary(asked: int | None, known: int | None) -> None:
+    """Refuse a --true-vocab-size that contradicts what the source says.
+
+    Raises:
+        CheckpointError: It does, or is no size.
+    """
+    if asked is None or (asked > 0 and known in (None, asked)):
+        return
+    why = "A vocabulary has at least one token" if known is None else f"The source says {known}"
+    raise CheckpointError(complaint("--true-vocab-size", asked, why, "Remove it, or correct it"))
+
+
 # ---------------------------------------------------------------------------- HuggingFace in
 
 
@@ -121,6 +133,9 @@ class HfSource:
         vocabulary = self._vocabulary()
         for name in sorted(set(expected) & stored):
             got, implied = self.weights.shape(name), expected[name]
+            dtype = self.weights.dtype(name)
+            if dtype is not None and not dtype.is_floating_point:
+                problems.append(f"{name} holds {str(dtype).removeprefix('torch.')}, not weights")
             if got == implied:
                 continue
             if (
@@ -209,6 +224,7 @@ class MegatronSource:
         elif "sinkhorn" in (settings.get(hf_moe.BALANCING) or ()):
             self.fields[hf_moe.BALANCING] = ["sinkhorn"]  # says how scores become weights
         if vocab_size is not None:
+            check_vocabulary(vocab_size, settings.get("vocab_size"))
             self.fields["vocab_size"] = vocab_size
         self._zero_centered = bool(self.fields.get("apply_layernorm_1p"))
         self.fields["apply_layernorm_1p"] = False

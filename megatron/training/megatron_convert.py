@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ from megatron.training.checkpoint_config import (
     stacking_of,
 )
 from megatron.training.hf_convert import DTYPES, config_of
+from megatron.training.hf_sources import check_vocabulary
+from megatron.training.safetensors_file import in_type
 
 _COUNTERS = ("num_floating_point_operations_so_far",)
 _VOCABULARY_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
@@ -58,6 +61,8 @@ class Target:
         local: Whether the reading model is of Megatron-LM's own modules.
         grouped: Whether it holds a rank's experts in one module.
         vocab_size: Vocabulary without padding, if unknown to the source.
+        first_layers: Layers of the first pipeline rank, if not as many as others have.
+        last_layers: The same of the last one.
     """
 
     saver: str
@@ -71,6 +76,8 @@ class Target:
     local: bool = False
     grouped: bool = False
     vocab_size: int | None = None
+    first_layers: int | None = None
+    last_layers: int | None = None
 
 
 def convert(load: Path, target: Target) -> Path:
@@ -98,6 +105,7 @@ def convert(load: Path, target: Target) -> Path:
     foreign_state.check_known_model(common, reader.directory)
     settings = saved_settings(common)
     if target.vocab_size is not None:
+        check_vocabulary(target.vocab_size, settings.get("vocab_size"))
         settings["vocab_size"] = target.vocab_size
     _check_model(reader, settings, load)
     if target.saver == "torch":
@@ -155,6 +163,8 @@ def _write_ranks(
         "virtual_pipeline_model_parallel_size": target.vpp,
         "expert_model_parallel_size": target.ep,
         "expert_tensor_parallel_size": target.etp,
+        "decoder_first_pipeline_num_layers": target.first_layers,
+        "decoder_last_pipeline_num_layers": target.last_layers,
     }
     layout: Layout = layout_of({**args, **asked}, target.save)
     more = {n: common[n] for n in _COUNTERS if n in common}
@@ -229,7 +239,7 @@ def _lazy(reader: Reader, key: str, stored: torch.dtype, dtype: torch.dtype | No
         extents = (*(1,) * len(row), *shape[len(row) :])
 
         def make(row: tuple[int, ...] = row, extents: tuple[int, ...] = extents) -> torch.Tensor:
-            return reader.read_row(key, *row).to(own).reshape(extents).contiguous()
+            return in_type(reader.read_row(key, *row), own, key).reshape(extents).contiguous()
 
         offset = (*row, *(0,) * (len(shape) - len(row)))
         pieces.append(Piece(torch.empty(extents, dtype=own, device="meta"), offset, make))
@@ -247,6 +257,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="interleaved stages of a pipeline rank, with --saver torch",
     )
+    for end in ("first", "last"):
+        parser.add_argument(
+            f"--target-decoder-{end}-pipeline-num-layers",
+            type=int,
+            help=f"layers of the {end} pipeline rank, with --saver torch (default: as others)",
+        )
     parser.add_argument(
         "--target-expert-tensor-parallel-size",
         type=int,
@@ -279,6 +295,8 @@ def run(args: argparse.Namespace) -> int:
         local=args.saver_transformer_impl == "local",
         grouped=args.saver_moe_grouped_gemm,
         vocab_size=args.true_vocab_size,
+        first_layers=args.target_decoder_first_pipeline_num_layers,
+        last_layers=args.target_decoder_last_pipeline_num_layers,
     )
     try:
         if args.loader == "huggingface":
@@ -294,7 +312,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _through_whole(load: Path, target: Target) -> Path:
     """Convert a HuggingFace directory by way of a checkpoint that is removed again."""
-    between = target.save.with_name(target.save.name + ".tmp")
+    target.save.parent.mkdir(parents=True, exist_ok=True)
+    between = Path(tempfile.mkdtemp(dir=target.save.parent, prefix=f".{target.save.name}-"))
     request = hf_convert.Request(
         "huggingface", "megatron", load, between, target.dtype, target.vocab_size
     )

@@ -11,7 +11,8 @@ from typing import Any
 from megatron.config import RunConfig, make_config
 from megatron.config.data import TOKENIZER_FIELDS
 from megatron.config.schema import SPECS
-from megatron.core.datasets.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron.config.tool_flags import add_tokenizer_flags
+from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.fp8 import Fp8State
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -124,6 +125,9 @@ def _config(
     if saved.get("fp8_policy_text"):
         kept["fp8_policy"] = saved["fp8_policy_text"]  # its file may be gone
     changed = {name: value for name, value in settings.items() if value is not None}
+    if changed.get("tokenizer_type") not in (None, kept.get("tokenizer_type")):
+        of_another = set(TOKENIZER_FIELDS) - {"vocab_size"}  # that one is the model's
+        kept = {name: value for name, value in kept.items() if name not in of_another}
     fixed = {
         "micro_batch_size": 1,
         "train_iters": 1,
@@ -143,11 +147,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", required=True, help="checkpoint folder, or one of its iter_*")
     parser.add_argument("--ckpt-step", type=int, help="iteration instead of the newest")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    group = parser.add_argument_group("tokenizer (default: the checkpoint's)")
-    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES)
-    group.add_argument("--tokenizer-model")
-    group.add_argument("--vocab-file")
-    group.add_argument("--merge-file")
+    add_tokenizer_flags(parser.add_argument_group("tokenizer (default: the checkpoint's)"))
 
 
 def restore_from(args: argparse.Namespace) -> Restored:
@@ -156,6 +156,6 @@ def restore_from(args: argparse.Namespace) -> Restored:
         args.load,
         step=args.ckpt_step,
         device=args.device,
-        settings={name: getattr(args, name) for name in TOKENIZER_FIELDS if hasattr(args, name)},
+        settings={name: getattr(args, name) for name in TOKENIZER_FIELDS},
         say=lambda line: print(line, file=sys.stderr),  # noqa: T201 - tools only
     )

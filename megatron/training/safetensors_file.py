@@ -23,6 +23,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from megatron.core.errors import CheckpointError, complaint
 from megatron.training.hf_config import unusable
 
 _LENGTH = struct.Struct("<Q")
@@ -207,13 +208,27 @@ def write_stream(file: IO[bytes], tensors: Sequence[Planned], dtype: torch.dtype
         tensor = planned.make()
         if tuple(tensor.shape) != planned.shape:
             raise ValueError(f"{planned.name}: {tuple(tensor.shape)} is not {planned.shape}")
-        _write(file, tensor, planned.dtype or dtype)
+        _write(file, tensor, planned.dtype or dtype, planned.name)
 
 
-def _write(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
+def in_type(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return weights in another type.
+
+    Raises:
+        CheckpointError: Finite ones are beyond its range.
+    """
+    made = tensor.to(dtype)
+    if dtype == torch.float16 and made.isinf().sum() > tensor.isinf().sum():
+        largest = torch.finfo(dtype).max
+        why = f"{name} holds finite values above {largest:g}, where that type ends"
+        raise CheckpointError(complaint("--target-dtype", "fp16", why, "Use bf16 or fp32"))
+    return made
+
+
+def _write(file: IO[bytes], tensor: Tensor, dtype: torch.dtype, name: str) -> None:
     """Convert and write block by block, so that no second copy of a large tensor is made."""
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     row_bytes = max(1, tensor[:1].numel() * dtype.itemsize)
     for block in torch.split(tensor, max(1, _WRITE_BYTES // row_bytes)):
-        file.write(memoryview(_bytes_of(block.to(dtype).contiguous())))
+        file.write(memoryview(_bytes_of(in_type(block, dtype, name).contiguous())))

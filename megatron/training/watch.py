@@ -16,7 +16,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType
@@ -28,7 +28,7 @@ from megatron.core.errors import complaint
 from megatron.training.initialize import Process
 
 _LOOK_S = 1.0  # connections break a moment before a process is gone
-_ANSWER_S = 3.0
+_ANSWER_S = 20.0  # on a machine that has too much to do
 _LONG = timedelta(days=1000)
 # Where a rank stands that waits for others or for its device: the innermost line of Python.
 _WAITING = (".wait(", "synchronize(", ".item(", ".tolist(")
@@ -93,7 +93,7 @@ class Watch:
             cause: What happened, a sentence without its full stop.
         """
         self._asking = True
-        self._conclude(self._gone(cause) or self._hanging(cause))
+        self._conclude(self._gone(cause, _LOOK_S) or self._hanging(cause))
 
     def _conclude(self, verdict: str) -> None:
         """Tell the first verdict of any rank, once."""
@@ -113,16 +113,25 @@ class Watch:
             if rank != self._rank and process.machine == machine:
                 yield rank, process
 
-    def _gone(self, cause: str) -> str:
-        """Name the ranks of this machine that have ended; empty if there is none."""
-        deadline = time.monotonic() + _LOOK_S
+    def _gone(self, cause: str, patience_s: float) -> str:
+        """Name the ranks that have ended; empty if none is known to have."""
+        deadline = time.monotonic() + patience_s
         while True:
-            gone = [self._name(rank) for rank, p in self._neighbours() if p.has_ended()]
+            gone = self._ended_ranks()
             if gone:
-                return _ended(" and ".join(gone), cause)
-            if time.monotonic() > deadline:
+                return _ended(" and ".join(map(self._name, gone)), cause)
+            if time.monotonic() >= deadline:
                 return ""
             time.sleep(0.05)
+
+    def _ended_ranks(self) -> list[int]:
+        """Find ranks whose process has ended, else those that have said that it will."""
+        ended = [rank for rank, process in self._neighbours() if process.has_ended()]
+        if not ended:
+            others = [rank for rank in range(len(self._processes)) if rank != self._rank]
+            with contextlib.suppress(*_UNREACHABLE), self._lock:
+                ended = [rank for rank in others if self._store.check([f"left/{rank}"])]
+        return ended
 
     def _name(self, rank: int) -> str:
         process = self._processes[rank]
@@ -160,6 +169,8 @@ class Watch:
     def _hanging(self, cause: str) -> str:
         """Ask every rank what it is doing, and name those that are to blame."""
         answers = self._ask()
+        if gone := self._gone(cause, 0.0):  # it took longer than expected
+            return gone
         silent = [r for r in range(len(self._processes)) if r != self._rank and r not in answers]
         busy = {r: a for r, a in answers.items() if not a["waits"]}
         if silent:
@@ -208,13 +219,19 @@ class Watch:
             for rank in others:
                 with self._lock:
                     self._store.set(f"call/{rank}", "what are you doing?")
-            while len(answers) < len(others) and time.monotonic() < deadline:
+            while time.monotonic() < deadline and not self._is_over(others, answers):
                 for rank in others:
                     with self._lock:
                         if rank not in answers and self._store.check([f"answer/{rank}"]):
                             answers[rank] = json.loads(self._store.get(f"answer/{rank}"))
                 time.sleep(0.05)
         return answers
+
+    def _is_over(self, asked: Sequence[int], answers: Container[int]) -> bool:
+        """Whether all have answered, or those that have not cannot, or one of them has ended."""
+        open_ranks = [rank for rank in asked if rank not in answers]
+        stopped = {rank for rank, process in self._neighbours() if process.is_stopped()}
+        return stopped.issuperset(open_ranks) or bool(self._ended_ranks())
 
     def _answer_calls(self) -> None:
         """Sleep until another rank asks, and answer once."""

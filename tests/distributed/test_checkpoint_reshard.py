@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Mapping
@@ -172,7 +173,8 @@ def config(root, **fields):
         "num_layers": 3, "no_save_optim": False, "no_save_rng": False, "no_load_optim": False,
         "no_load_rng": False, "finetune": False, "exit_on_missing_checkpoint": False,
         "fp8_amax_reduction": "tp-cp-dp", "num_experts": EXPERTS, "moe_layer_freq": "1",
-        "non_persistent_ckpt_type": None, "no_ckpt_fallback": False, **fields,
+        "non_persistent_ckpt_type": None, "no_ckpt_fallback": False,
+        "ckpt_fully_parallel_load": False, **fields,
     }  # fmt: skip
     names = ("num_layers", "hidden_size", "vocab_size", "num_experts")
     plain = {k: values.get(k) for k in names}
@@ -185,8 +187,14 @@ def config(root, **fields):
     )
 
 
+@functools.cache
+def mesh_of(rank, world, layout):
+    """Once in each process: groups of processes take longer to make than anything else here."""
+    return ParallelState.build(MeshSizes(world=world, **dict(layout)), rank, world)
+
+
 def parts(rank, world, layout, dtype=torch.bfloat16):
-    mesh = ParallelState.build(MeshSizes(world=world, **layout), rank, world)
+    mesh = mesh_of(rank, world, tuple(layout.items()))
     model = Model(mesh, dtype)
     return mesh, model, Moments(model)
 

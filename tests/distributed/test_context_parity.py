@@ -84,7 +84,7 @@ def test_documents_matter():
 
 @functools.cache
 def delayed(ranks, **fields):
-    return run_layout(DELAYED | {"fp8_emulation": "exact"} | fields, ranks, 10)
+    return run_layout(DELAYED | {"fp8_emulation": "exact"} | fields, ranks, 6)
 
 
 @pytest.mark.parametrize("name", ["cp2", "cp2-tp2-sp"])

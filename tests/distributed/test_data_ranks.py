@@ -19,11 +19,11 @@ from megatron.core.mesh import MeshSizes, ParallelState
 from tests.distpool import run_ranks
 
 
-def corpus(folder, documents=40, length=20):
+def corpus(folder, documents=40, length=20, first=0):
     folder.mkdir(exist_ok=True)
     with IndexedDatasetBuilder(folder / "corpus", np.uint16) as builder:
         for document in range(documents):
-            builder.add_document((np.arange(length) + document) % 400)
+            builder.add_document((np.arange(first, first + length) + document) % 400)
         builder.finalize()
     return str(folder / "corpus")
 
@@ -95,8 +95,9 @@ def failure(rank, world_size, cfgs):
     return None
 
 
-def test_another_copy_of_the_corpus_is_found_on_every_rank(tmp_path):
-    paths = [corpus(tmp_path / "a"), corpus(tmp_path / "b", documents=41)]
+@pytest.mark.parametrize("other", [{"documents": 41}, {"first": 7}], ids=["longer", "as long"])
+def test_another_copy_of_the_corpus_is_found_on_every_rank(tmp_path, other):
+    paths = [corpus(tmp_path / "a"), corpus(tmp_path / "b", **other)]
     cfgs = [config(path, tmp_path / "cache") for path in paths]
     said = run_ranks(failure, 2, cfgs)
     assert all("data on rank 1 that differ from those on rank 0" in text for text in said)

@@ -45,7 +45,7 @@ MODEL = {
     "normalization": "RMSNorm",
     "swiglu": True,
 }
-STEPS = 3
+STEPS = 2
 
 
 @functools.cache

@@ -80,6 +80,9 @@ def test_a_damaged_checkpoint(damage, ckpt):
         named = changed(resume(ckpt), "--load", ckpt / "iter_0000002")
         refused(named, 1, f"--load: got {ckpt / 'iter_0000002'}", says)
         assert snapshot(ckpt) == before
+    if damage == "index":
+        (ckpt / "iter_0000001" / ".metadata").write_bytes(b"x")
+        refused(resume(ckpt), 1, "--load: got", "None of its 2 checkpoints can be loaded")
     if damage == "altered":
         done = accepted(resume(ckpt), "iteration 2 is left out", says, "at iteration 1")
         assert len(done.losses()) == 3  # of 4 iterations
@@ -96,14 +99,26 @@ def test_damage_that_nothing_else_would_notice(file, ckpt):
         refused([*args, "--ckpt-step", "2"], 1, file)
 
 
+def test_what_is_loaded_with_a_word(ckpt):
+    (ckpt / "latest_checkpointed_iteration.txt").unlink()
+    odd = (ckpt / "iter_0000002").rename(ckpt / "iter_0000009")
+    (odd / "manifest.json").unlink()
+    accepted(
+        resume(ckpt),
+        "latest_checkpointed_iteration.txt is missing. Loading the newest complete checkpoint",
+        f"{odd} holds iteration 2, and that is what counts",
+        f"{odd} has no manifest.json: its files were not checked",
+    )
+
+
 @pytest.mark.parametrize("text", ["", "77", "seven"])
 def test_a_tracker_that_names_no_checkpoint(text, ckpt):
     (ckpt / "latest_checkpointed_iteration.txt").write_text(text)
     one_more = changed(resume(ckpt), "--train-iters", 3)
     done = accepted(one_more, "Falling back to the newest complete checkpoint, iteration 2")
     assert len(done.losses()) == 1
-    for name in ("iter_0000001", "iter_0000002", "iter_0000003"):
-        shutil.rmtree(ckpt / name)
+    for directory in ckpt.glob("iter_*"):
+        shutil.rmtree(directory)
     (ckpt / "latest_checkpointed_iteration.txt").write_text(text)
     refused(resume(ckpt), 1, "--load: got", "There is no complete checkpoint to fall back to")
 

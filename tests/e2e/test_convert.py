@@ -151,7 +151,9 @@ def test_round_trip_is_bitwise_and_logits_agree(tmp_path, capsys, name):
 def test_through_the_files_of_megatrons_ranks(tmp_path, name):
     make_model(name, tmp_path / "hf")
     sizes = ("--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "3")
+    (tmp_path / "ranks.tmp").mkdir()  # somebody's own
     assert run("hf", "torch", tmp_path / "hf", tmp_path / "ranks", *sizes) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"hf", "ranks", "ranks.tmp"}
     assert run("torch", "hf", tmp_path / "ranks", tmp_path / "back") == 0
     before, after = state_of(tmp_path / "hf"), state_of(tmp_path / "back")
     assert before.keys() == after.keys()
@@ -438,8 +440,9 @@ def padded(state):
         (padded, "model.embed_tokens.weight has 260 rows and vocab_size is 257"),
         (lambda s: {**s, "model.extra": torch.ones(2)}, "in the model: model.extra"),
         (lambda s: {k: v for k, v in s.items() if "1.mlp.up" not in k}, "layers.1.mlp.up_proj"),
+        (lambda s: {**s, "lm_head.weight": s["lm_head.weight"].int()}, "holds int32, not weights"),
     ],
-    ids=["padded", "extra", "missing"],
+    ids=["padded", "extra", "missing", "integers"],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path, capsys, change, message):
     make_model("llama", tmp_path / "hf")
@@ -499,11 +502,26 @@ def test_the_command_line_of_megatrons_tool(tmp_path, capsys):
         (["--checkpoint-type", "meta"], "--checkpoint-type: got meta"),
         (["--bf16", "--target-dtype", "fp32"], "--bf16: got set. --target-dtype is fp32"),
         (["--tokenizer-model", "nowhere"], "--tokenizer-model: got nowhere"),
+        (["--true-vocab-size", "100"], "--true-vocab-size: got 100. The source says 257"),
     ],
 )
 def test_spellings_that_cannot_be_honoured(tmp_path, capsys, flags, message):
     make_model("llama", tmp_path / "hf")
     assert run("llama_mistral", "core", tmp_path / "hf", tmp_path / "ckpt", *flags) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--target-dtype", "fp8"], "--target-dtype: got fp8"),
+        (["--fp8-weights", "tensor"], "--fp8-weights: got tensor"),
+        (["--target-expert-parallel-size", "0"], "--target-expert-parallel-size: got 0"),
+        (["--bf16", "--target-dtype", "fp32"], "--bf16: got set"),
+    ],
+)
+def test_what_megatrons_formats_do_not_have(tmp_path, capsys, flags, message):
+    assert run("megatron", "torch", tmp_path / "ckpt", tmp_path / "out", *flags) == 1
     assert message in capsys.readouterr().err
 
 

@@ -27,7 +27,7 @@ def test_benchmark_line():
         "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4",
         "--seq-length", "32", "--micro-batch-size", "4", "--global-batch-size", "16",
         "--fp8-format", "hybrid", "--fp8-amax-history-len", "1024",
-        "--fp8-amax-compute-algo", "max", "--train-iters", "12", "--log-interval", "10", "--bf16",
+        "--fp8-amax-compute-algo", "max", "--train-iters", "10", "--log-interval", "10", "--bf16",
     ])  # fmt: skip
     assert done.codes == [0] * 4, done.out
     assert len(done.losses()) == 2  # iterations 1 and 10
@@ -75,18 +75,22 @@ def test_line_of_the_old_launcher():
     assert done.stdout.count("| lm loss: ") == 2
 
 
-def test_the_old_launchers_local_rank_is_accepted():
-    done = launch(2, ["--local-rank=0", *LAUNCH_LINE])
-    assert done.codes == [0, 0], done.out
+@pytest.fixture(scope="module")
+def with_local_rank():
+    return launch(2, ["--local-rank=0", *LAUNCH_LINE])
 
 
-def test_a_pipeline_of_two_trains_the_same_model():
+def test_the_old_launchers_local_rank_is_accepted(with_local_rank):
+    assert with_local_rank.codes == [0, 0], with_local_rank.out
+
+
+def test_a_pipeline_of_two_trains_the_same_model(with_local_rank):
     line = ["2" if before == "--pipeline-model-parallel-size" else word
             for before, word in zip(["", *LAUNCH_LINE], LAUNCH_LINE, strict=False)]  # fmt: skip
     done = launch(4, line)
     assert done.codes == [0] * 4, done.out
     # bf16 sums over other ranks: the replicas became stages.
-    assert done.losses() == pytest.approx(launch(2, LAUNCH_LINE).losses(), rel=2e-3)
+    assert done.losses() == pytest.approx(with_local_rank.losses(), rel=2e-3)
 
 
 def test_from_bf16_to_fp8_and_back(tmp_path):

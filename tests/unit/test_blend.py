@@ -98,6 +98,7 @@ def test_grammar(words, prefixes, shares):
         (["-1", "a", "1", "b"], "must be positive"),
         (["nan", "a", "1", "b"], "must be positive"),
         (["inf", "a", "1", "b"], "must be positive"),
+        (["1e308", "a", "1e308", "b"], "must be positive"),
     ],
 )
 def test_grammar_refuses(words, says):

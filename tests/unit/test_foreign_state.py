@@ -177,6 +177,8 @@ def test_what_is_not_taken_over_is_named():
     common["optimizer"]["grad_scaler"] = {"scale": torch.tensor([4.0])}
     assert not any("loss scale" in n for n in foreign_state.left_out(common, [], sixteen))
     assert "(grad_scaler)" in foreign_state.left_out(common, [], small_config(bf16=True))[0]
+    common["optimizer"] = {0: {"optimizer": {"param_groups": [{"is_decoupled_lr": True}]}}}
+    assert "--decoupled-lr" in foreign_state.left_out(common, [], small_config())[0]
     assert foreign_state.left_out({**common, "progress": {}}, blobs, eight) == []
 
 
@@ -193,27 +195,34 @@ def test_a_smaller_vocabulary_is_refused(tmp_path):
         foreign_state.check_vocabulary(reader, 65)
 
 
-def as_megatron_writes(root, tmp_path):
+MASTER = "optimizer.state.param."
+BUCKET = "chained_0.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_d.bucket_idx_0"
+
+
+def as_megatron_writes(root, tmp_path, form):
     """The same checkpoint with Megatron-LM's keys of masters and its entry for the optimizer."""
     reader = open_reader(root)
     common = read_common(reader)
-    tensors = {
-        key.replace("optimizer.state.param.", "chained_0.optimizer.state.fp32_param."): whole(
-            reader.read(key)
-        )
-        for key in reader.tensors
-    }
-    step = common["optimizer_scalars"]["step"]
+    tensors = {key: whole(reader.read(key)) for key in reader.tensors}
+    if form == "by_rank":
+        tensors = {k: v for k, v in tensors.items() if not k.startswith("optimizer.")}
+        tensors |= {f"{BUCKET}.{kind}": whole(torch.zeros(64)) for kind in ("param", "exp_avg")}
+        common["content_metadata"] = {"distrib_optim_sharding_type": "dp_reshardable"}
+    elif form == "without_masters":  # its optimizer of fp32 parameters
+        tensors = {k: v for k, v in tensors.items() if not k.startswith(MASTER)}
+    else:
+        old, new = MASTER, "chained_0.optimizer.state.fp32_param."
+        tensors = {k.replace(old, new): v for k, v in tensors.items()}
     for name in ("optimizer_scalars", "progress", "given", "arrangement"):
         del common[name]
-    common["optimizer"] = {0: {"optimizer": {"param_groups": [{"step": step}]}}}
     common["opt_param_scheduler"] = None
     blobs = {schema.COMMON_KEY: plain.dump(common)}
     return io.save(tmp_path, 1, tensors, blobs, Peers(Axis.single("world")), {}).directory
 
 
-def test_moments_masters_and_steps_of_megatron_core(tmp_path):
-    config = small_config(save=str(tmp_path / "ours"), save_interval=1, bf16=True)
+def trained(tmp_path, **settings):
+    """A model and its optimizer after a step, saved."""
+    config = small_config(save=str(tmp_path / "ours"), save_interval=1, **settings)
     model, build = build_model(config)
     optimizer = build_optimizer(config, model, ParallelState.single())
     for param in model.parameters():
@@ -221,18 +230,48 @@ def test_moments_masters_and_steps_of_megatron_core(tmp_path):
     optimizer.step()
     save_checkpoint(
         config, ParallelState.single(), model=model, optimizer=optimizer, scheduler=None,
-        fp8=build.fp8, progress=Progress(iteration=1),
+        fp8=build.fp8, progress=Progress(iteration=1, consumed_train_samples=2),
     )  # fmt: skip
-    as_megatron_writes(tmp_path / "ours" / "iter_0000001", tmp_path / "theirs")
-    own = small_config(load=str(tmp_path / "theirs"), bf16=True, seed=99)
+    return model, optimizer
+
+
+def resumed(tmp_path, **settings):
+    """Another model and its optimizer, loaded from what Megatron-LM would have written."""
+    own = small_config(load=str(tmp_path / "theirs"), seed=99, **settings)
     fresh, build = build_model(own)
     other = build_optimizer(own, fresh, ParallelState.single())
     load_checkpoint(
         own, ParallelState.single(), model=fresh, optimizer=other, scheduler=None,
         fp8=build.fp8, progress=Progress(), say=lambda line: None,
     )  # fmt: skip
+    return fresh, other
+
+
+@pytest.mark.parametrize(("form", "bf16"), [("masters", True), ("without_masters", False)])
+def test_moments_masters_and_steps_of_megatron_core(form, bf16, tmp_path):
+    _, optimizer = trained(tmp_path, bf16=bf16)
+    as_megatron_writes(tmp_path / "ours" / "iter_0000001", tmp_path / "theirs", form)
+    _, other = resumed(tmp_path, bf16=bf16)
     assert other.scalars()["step"] == 1
     expected = dict(optimizer.named_state())
     for name, kinds in other.named_state():
         for kind, tensor in kinds.items():
             assert torch.equal(tensor, expected[name][kind]), (name, kind)
+
+
+def test_rounded_weights_are_no_masters(tmp_path):
+    trained(tmp_path, bf16=True)
+    root = tmp_path / "ours" / "iter_0000001"
+    as_megatron_writes(root, tmp_path / "theirs", "without_masters")
+    with pytest.raises(CheckpointError, match=r"missing .*optimizer\.state\.param\."):
+        resumed(tmp_path, bf16=True)
+
+
+def test_weights_beside_an_optimizer_by_rank(tmp_path):
+    model, _ = trained(tmp_path)
+    as_megatron_writes(tmp_path / "ours" / "iter_0000001", tmp_path / "theirs", "by_rank")
+    with pytest.raises(CheckpointError, match="dp_reshardable.*--no-load-optim"):
+        resumed(tmp_path)
+    fresh, _ = resumed(tmp_path, no_load_optim=True)
+    for a, b in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)

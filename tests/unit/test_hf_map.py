@@ -170,6 +170,12 @@ def test_both_spellings_of_the_llama3_scaling(style):
         ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_theta": 10000.5}, "rope_theta"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"rope_parameters": [1]}, "rope_parameters is .1.: it is no dictionary"),
+        ({"rope_scaling": {**LLAMA3, "factor": "8"}}, "rope_scaling.factor is '8'"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         (
             {"model_type": "mistral", "architectures": ["MistralForCausalLM"],
              "sliding_window": 4096},
@@ -253,6 +259,10 @@ def test_pickled_weights_are_read_without_running_them(tmp_path):
     torch.save({"a": object}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="no plain weight file"):
         hf_files.HfWeights(tmp_path)
+    for odd in ({"a": 1}, {5: torch.ones(2)}, {"a": torch.ones(2).to_sparse()}):
+        torch.save({"b": torch.ones(2), **odd}, tmp_path / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match="more than plain tensors by name"):
+            hf_files.HfWeights(tmp_path)
 
 
 def test_missing_and_damaged_weight_files_are_named(tmp_path):

@@ -73,6 +73,8 @@ def same_tensors(one, two):
     [
         ("llama", {}), ("llama", {"tp": 2, "pp": 2}), ("llama", {"pp": 2, "vpp": 2, "local": True}),
         ("gpt", {"tp": 2, "pp": 4}), ("gpt", {"tp": 8, "local": True}), ("tied", {"tp": 2}),
+        ("llama", {"tp": 4, "pp": 2, "first_layers": 1}),  # two ranks share a query group
+        ("tied", {"pp": 3, "first_layers": 1, "last_layers": 2}),
         ("tied", {"tp": 4, "pp": 2, "vpp": 2}), ("experts", {"tp": 2, "ep": 2}),
         ("experts", {"tp": 2, "pp": 2, "ep": 4, "etp": 1, "grouped": True}),
         ("experts", {"ep": 2, "local": True, "vpp": 2, "pp": 2}),
@@ -210,10 +212,35 @@ def test_tensors_that_the_arguments_do_not_imply(ranks, tmp_path):
 
 def test_sizes_that_do_not_divide(originals, tmp_path):
     root, _ = originals["llama"]
-    for sizes, match in (({"tp": 3}, "num-query-groups"), ({"pp": 3}, "4 layers cannot be cut")):
+    for sizes, match in (
+        ({"tp": 3}, "num-query-groups"),
+        ({"pp": 3}, "4 layers cannot be shared out"),
+        ({"pp": 2, "first_layers": 4}, "4 layers, 4 on rank 0, cannot"),
+        ({"first_layers": 2}, "4 layers, 2 on rank 0, cannot"),
+        ({"pp": 2, "vpp": 2, "last_layers": 1}, "2 with 2 virtual stages"),
+    ):
         with pytest.raises(CheckpointError, match=match):
             convert(root, Target("torch", tmp_path / "x", **sizes))
     assert not list(tmp_path.rglob("mp_rank*"))
+
+
+def test_uneven_stages():
+    """Interleaved ones go round the ranks, each with its share of the rank's layers."""
+    layout = mp_ranks.Layout(pp=3, vpp=2, first_layers=2, last_layers=4)
+    assert layout.stages(14) == [
+        [range(1), range(1, 5), range(5, 7)], [range(7, 8), range(8, 12), range(12, 14)],
+    ]  # fmt: skip
+    assert mp_ranks.Layout(pp=2, first_layers=1).stages(4) == [[range(1), range(1, 4)]]
+
+
+def test_what_uneven_stages_leave_in_the_files(originals, tmp_path):
+    root, _ = originals["llama"]
+    written = convert(root, Target("torch", tmp_path, pp=2, first_layers=1))
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        content = torch.load(written / "mp_rank_00_001" / "model_optim_rng.pt", weights_only=True)
+    layers = {mp_ranks.layer_of(name) for name in content["model"]} - {None}
+    assert layers == {0, 1, 2}
+    assert content["args"].decoder_first_pipeline_num_layers == 1
 
 
 def test_ranks_of_a_layout():

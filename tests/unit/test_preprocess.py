@@ -14,12 +14,13 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from unit.test_tokenizers import LINES, sentencepiece_model
 
 from megatron.core.datasets import encoding, text_input
 from megatron.core.datasets.encoding import EncodeOptions
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.preprocess import encode_files
-from megatron.core.datasets.tokenizers import TokenizerOptions
+from megatron.core.datasets.tokenizers import TokenizerOptions, build_tokenizer
 from megatron.core.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +67,24 @@ def test_documents_and_their_ends(tmp_path):
     assert int(data.sequence_lengths.sum()) * 2 == size
     encode(path, tmp_path / "plain")
     assert documents(tmp_path / "plain_text_document")[0] == [[97, 98, 99]]
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer"])
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_begin_and_end_are_added_as_asked(tmp_path, kind, append_eod):
+    """Begin and end are two tokens, and neither takes the place of the other."""
+    model = sentencepiece_model(tmp_path / "tokenizer.model")
+    path = write_lines(tmp_path / "in.jsonl", [{"text": text} for text in LINES[:2]])
+    settings = TokenizerOptions(tokenizer_type=kind, tokenizer_model=model)
+    encode(path, tmp_path / "out", settings, append_eod=append_eod)
+    found = [sequence for (sequence,) in documents(tmp_path / "out_text_document")]
+    begin, end = int(kind == "Llama2Tokenizer"), len(found[0]) - append_eod
+    assert [ids.count(1) for ids in found] == [begin] * 2  # <s>
+    assert [ids.count(2) for ids in found] == [append_eod] * 2  # </s>
+    assert found[0][:begin] == [1] * begin
+    assert found[0][end:] == [2] * append_eod
+    tokenizer = build_tokenizer(settings)
+    assert [tokenizer.detokenize(ids) for ids in found] == LINES[:2]
 
 
 def test_a_list_of_texts_is_one_document(tmp_path):

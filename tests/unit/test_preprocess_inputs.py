@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import sys
@@ -176,6 +177,74 @@ def test_folders_and_patterns(tmp_path):
         find_inputs([str(tmp_path), str(tmp_path / "d.jsonl")])
     with pytest.raises(DataError, match="No file has this name"):
         find_inputs([str(tmp_path / "x*")])
+
+
+def test_links_are_followed_and_nothing_is_left_out_or_read_twice(tmp_path):
+    folder, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
+    for name in ("in/sub/b.jsonl", "elsewhere/c.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(LINES[0])
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "loop").symlink_to(folder)
+    want = [str(folder / name) for name in ("linked/c.jsonl", "sub/b.jsonl")]
+    assert find_inputs([str(folder)])[0] == want
+    assert find_inputs([str(folder / "s*"), str(folder / "l*d")])[0] == want[::-1]
+    (folder / "loop").unlink()
+    assert find_inputs([f"{folder}/**"])[0] == want  # matches folders and what is in them
+    with pytest.raises(DataError, match="It is named twice, also as"):
+        find_inputs([want[1], str(folder / "sub" / ".." / "sub" / "b.jsonl")])
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"gone\.jsonl\. It is a link to nothing"):
+        find_inputs([str(folder)])
+
+
+def test_what_pzstd_writes_begins_with_a_frame_without_text(tmp_path):
+    path = write(tmp_path / "in", "zstd")
+    path.write_bytes(b"\x50\x2a\x4d\x18\x04\0\0\0\1\2\3\4" + path.read_bytes())
+    assert encode([path], tmp_path / "out").lines == len(LINES)
+
+
+def test_other_packers_are_named(tmp_path):
+    (tmp_path / "in").write_bytes(bz2.compress(LINES[0]))
+    with pytest.raises(DataError, match="packed with bzip2"):
+        encode([tmp_path / "in"], tmp_path / "out", options={"skip_bad_lines": True})
+
+
+def test_a_value_that_python_cannot_hold_is_a_bad_line(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    times = arrow.array([2**62], arrow.timestamp("us"))
+    parquet.write_table(arrow.table({"text": times}), tmp_path / "in")
+    with pytest.raises(DataError, match=r"in:1: .*out of range"):
+        encode([tmp_path / "in"], tmp_path / "out")
+
+
+def interrupted(tmp_path, monkeypatch, prefix):
+    """Leave the progress of a run whose input has a bad last line."""
+    monkeypatch.setattr(preprocess, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(text_input, "CHUNK_BYTES", 500)
+    (tmp_path / "in.jsonl").write_bytes(b"".join(LINES) + b"{\n")
+    with pytest.raises(DataError, match="not JSON|cannot be used"):
+        encode([tmp_path / "in.jsonl"], prefix)
+
+
+def test_an_output_in_the_folder_of_its_input_can_be_resumed(tmp_path, monkeypatch):
+    interrupted(tmp_path, monkeypatch, tmp_path / "out")
+    assert find_inputs([str(tmp_path)])[0] == [str(tmp_path / "in.jsonl")]
+
+
+@pytest.mark.parametrize("damage", ["shorter", "missing", "not JSON"])
+def test_progress_that_lost_something_is_refused(tmp_path, monkeypatch, damage):
+    interrupted(tmp_path, monkeypatch, tmp_path / "out")
+    partial = tmp_path / "out.partial"
+    if damage == "not JSON":
+        (partial / "progress").write_text("{")
+    elif damage == "missing":
+        (partial / "0.0.lengths").unlink()
+    else:  # it would be filled up with zeros
+        (partial / "0.0.tokens").write_bytes(b"12")
+    with pytest.raises(DataError, match=r"cannot be used: .*Remove .*out\.partial to start again"):
+        encode([tmp_path / "in.jsonl"], tmp_path / "out", resume=True)
 
 
 @pytest.mark.parametrize(("kind", "package"), [("zstd", "zstandard"), ("parquet", "pyarrow")])

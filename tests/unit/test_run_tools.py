@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import math
@@ -84,12 +85,67 @@ def test_generate_prints_the_continuation_of_every_prompt(trained, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == lines[1]["tokens"]
 
 
+def test_a_tokenizer_may_be_named_with_all_its_flags(trained, capsys):
+    main = tool("generate").main
+    args = ["--load", str(trained[0]), "--max-new-tokens", "3", "--greedy", "--json"]
+    args.append("--ignore-eod")
+    assert main([*args, "--prompt", "hi"]) == 0
+    named = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
+    assert main([*args, *named, "--prompt", "104 105"]) == 0
+    own, other = (json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines())
+    assert other == own
+
+
 def test_generate_reads_prompts_from_a_file(trained, tmp_path, capsys):
     folder, _, _ = trained
     (tmp_path / "prompts.txt").write_text("a\n\nb\n")
     args = ["--load", str(folder), "--prompt-file", str(tmp_path / "prompts.txt")]
     assert tool("generate").main([*args, "--max-new-tokens", "3", "--ignore-eod"]) == 0
     assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def words_of_tiktoken(path):
+    """A file in Megatron-LM's layout whose words are the bytes."""
+    words = [
+        {"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": ""}
+        for i in range(256)
+    ]
+    path.write_text(json.dumps(words))
+    return str(path)
+
+
+def test_a_tokenizer_with_settings_of_its_own(tmp_path, capsys):
+    """Those of a tiktoken file come from the checkpoint, or from the command line."""
+    own = {"tokenizer_type": "TikTokenizer", "tiktoken_pattern": "v1",
+           "tiktoken_special_tokens": ["<unk>", "<s>", "</s>", "<mask>"],
+           "tiktoken_num_special_tokens": 8,
+           "tokenizer_model": words_of_tiktoken(tmp_path / "first.json")}  # fmt: skip
+    for name, tokenizer in (("own", own), ("other", {"tokenizer_type": "NullTokenizer"})):
+        folder = {"save": str(tmp_path / name), "save_interval": 1}
+        config = small_config(**{**LLAMA, **tokenizer, **folder, "vocab_size": 264})
+        model, build = build_model(config)
+        spread_weights(model, 0.1)
+        save_checkpoint(
+            config, ParallelState.single(), model=model, optimizer=None, scheduler=None,
+            fp8=build.fp8, progress=Progress(iteration=1),
+        )  # fmt: skip
+    moved = str((tmp_path / "first.json").rename(tmp_path / "second.json"))
+    (tmp_path / "text").write_text("To be or not")
+    flags = ["--tokenizer-type", "TikTokenizer", "--tiktoken-pattern", "v1",
+             "--tiktoken-num-special-tokens", "8",
+             "--tiktoken-special-tokens", "<unk>", "<s>", "</s>", "<mask>"]  # fmt: skip
+    found = []
+    for name, more in (("own", []), ("other", flags)):
+        args = ["--load", str(tmp_path / name), "--tokenizer-model", moved, *more]
+        line = ["--prompt", "To", "--max-new-tokens", "4", "--greedy", "--json", "--ignore-eod"]
+        assert tool("generate").main([*args, *line]) == 0
+        tokens = json.loads(capsys.readouterr().out)["tokens"]
+        assert tool("evaluate").main([*args, "--text", str(tmp_path / "text"), "--json"]) == 0
+        found.append((tokens, json.loads(capsys.readouterr().out)["lm loss"]))
+    assert found[0] == found[1]
+    there = restore(str(tmp_path / "own"), settings={"tokenizer_model": moved})
+    assert there.tokenizer.tokenize("To") == [8 + ord("T"), 8 + ord("o")]
+    assert there.tokenizer.eod == 2
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,13 @@ def test_a_tensor_of_another_shape_is_not_written(tmp_path):
         )  # fmt: skip
 
 
+def test_values_beyond_a_narrower_type_are_refused(tmp_path):
+    large = [Planned("x", (2,), lambda: torch.tensor([7e4, float("inf")]))]
+    with pytest.raises(CheckpointError, match="x holds finite values above 65504"):
+        write_file(tmp_path / "x", large, torch.float16)
+    write_file(tmp_path / "y", large, torch.bfloat16)
+
+
 def header_only(header, data=b""):
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data

@@ -220,3 +220,14 @@ def test_compare_lists_every_difference():
     )
     assert not schema.compare(wanted, {"a": (2,), "b": (2,), "v": (7, 2)})
     assert schema.compare(wanted, {"a": (2,), "b": (2,), "v": (7, 3)}).shapes
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["optimizer.state.param.decoder.final_layernorm.weight", "fp8_state.x", "rng_state/shard_0_1",
+     "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_d.bucket_idx_0.exp_avg",
+     "chained_1.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_d.bucket_idx_0.param"],
+)  # fmt: skip
+def test_what_belongs_to_no_model(key):
+    assert not schema.is_model_key(key)
+    assert schema.is_model_key("decoder.layers.mlp.linear_fc1.weight")

@@ -93,6 +93,14 @@ def test_a_stopped_process_is_named(watched, other, monkeypatch):
     assert "is stopped, as by SIGSTOP" in told[0]
 
 
+def test_one_that_leaves_with_its_own_message_is_no_frozen_one(watched, other, store, monkeypatch):
+    monkeypatch.setattr(watch, "_LOOK_S", 0.05)
+    one, told = watched(0, two(other.pid))
+    dist.PrefixStore("watch", store).set("left/1", "")
+    one.blame("Connection closed")
+    assert "The process has ended: Connection closed" in told[0]
+
+
 def test_one_on_another_machine_that_is_silent_is_named(watched, monkeypatch):
     monkeypatch.setattr(watch, "_LOOK_S", 0.05)
     monkeypatch.setattr(watch, "_ANSWER_S", 0.1)

@@ -56,6 +56,9 @@ _NOT_NEEDED = {
 }
 _WHOLE_MODEL = 50_000_000  # parameters; larger models are compared layer by layer
 _LAYOUT = ("tensor", "pipeline", "expert")
+_SIZES = {f"target_{name}_parallel_size" for name in _LAYOUT} | {
+    f"target_decoder_{end}_pipeline_num_layers" for end in ("first", "last")
+}
 
 
 def _format(name: str) -> str:
@@ -166,6 +169,35 @@ def _stores(args: argparse.Namespace) -> None:
             raise CheckpointError(complaint(flag, place, why, "Give a directory, and copy it"))
 
 
+def _between_megatrons(args: argparse.Namespace) -> str | None:
+    """Return the type to write, and say or refuse what only a HuggingFace directory can have.
+
+    Raises:
+        CheckpointError: It was asked for.
+    """
+    dtype = _target_dtype(args)
+    for flag, value in (
+        ("--target-dtype", dtype if dtype == hf_convert.FP8 else None),
+        ("--fp8-weights", args.fp8_weights),
+        ("--fp8-activations", args.fp8_activations),
+    ):
+        if value is not None:
+            why = "Megatron's formats hold weights in bf16, fp16 or fp32"
+            raise CheckpointError(complaint(flag, value, why, "Use --saver huggingface"))
+    for name in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"):
+        value = getattr(args, f"target_{name}_parallel_size")
+        if value is not None and value < 1:
+            flag = f"--target-{name.replace('_', '-')}-parallel-size"
+            raise CheckpointError(complaint(flag, value, "It is a count", "Use 1 or more"))
+    if args.tokenizer_model is not None:
+        print("NOTE: --tokenizer-model travels with HuggingFace directories only")
+    if args.verify:
+        print(
+            "NOTE: --verify compares logits with a HuggingFace directory's; there is none written"
+        )
+    return dtype
+
+
 def _should_verify(asked: bool | None, request: hf_convert.Request) -> bool:
     """Decide, and say so when the check is left out."""
     if request.loader == request.saver:
@@ -187,14 +219,15 @@ def _should_verify(asked: bool | None, request: hf_convert.Request) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert, verify, report."""
     args = parser().parse_args(argv)
-    sizes = any(getattr(args, f"target_{name}_parallel_size") for name in _LAYOUT)
+    sizes = any(value for name, value in vars(args).items() if name in _SIZES)
     if sizes and args.saver != "torch":
         print("NOTE: checkpoints do not depend on the layout; the target sizes are not needed")
     try:
         _stores(args)
-        if args.saver == "torch" or args.loader == args.saver == "megatron":
-            return megatron_convert.run(args)
         _heed_megatron_spellings(args)
+        if args.saver == "torch" or args.loader == args.saver == "megatron":
+            args.target_dtype = _between_megatrons(args)
+            return megatron_convert.run(args)
         request = hf_convert.Request(
             args.loader, args.saver, args.load_dir, args.save_dir, _target_dtype(args),
             args.true_vocab_size, args.fp8_weights, args.fp8_activations,

@@ -82,8 +82,8 @@ def _diff_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("other", type=given_path, help="what to compare with")
     p.add_argument("--other-step", type=int, help="its iteration instead of the latest")
     _only(p)
-    p.add_argument("--atol", type=float, default=0.0, help="absolute difference that is none")
-    p.add_argument("--rtol", type=float, default=0.0, help="the same over the larger value")
+    p.add_argument("--atol", type=_tolerance, default=0.0, help="absolute difference that is none")
+    p.add_argument("--rtol", type=_tolerance, default=0.0, help="the same over the larger value")
 
 
 def _config_flags(p: argparse.ArgumentParser) -> None:
@@ -118,6 +118,13 @@ def _pattern(text: str) -> re.Pattern[str]:
         return re.compile(text)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no regular expression ({error})") from error
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance: it is 0 or more")
+    return value
 
 
 def _find(directory: Path, step: int | None) -> Path:
@@ -222,7 +229,9 @@ def verify(args: argparse.Namespace) -> int:
     elif not problems:
         lines.append(f"{directory}: {len(records)} files, {len(reader.tensors)} tensors, sound")
     _print(args, {"problems": problems, "manifest": records is not None}, lines)
-    return DIFFERENT if problems else 0
+    if problems:
+        return DIFFERENT
+    return 0 if records is not None else BAD_ARGUMENTS
 
 
 def diff(args: argparse.Namespace) -> int:
@@ -232,7 +241,8 @@ def diff(args: argparse.Namespace) -> int:
     found = compare(first, second, _wanted(args), args.atol, args.rtol)
     if not found.tensors and not found.missing and not found.extra:
         fix = "Look at the keys with the action 'tensors'"
-        raise CheckpointError(complaint("--only", args.only, "It leaves nothing to compare", fix))
+        pattern = None if args.only is None else args.only.pattern
+        raise CheckpointError(complaint("--only", pattern, "It leaves nothing to compare", fix))
     lines = [f"only in {first.directory}: {name}" for name in found.missing]
     lines += [f"only in {second.directory}: {name}" for name in found.extra]
     lines += [line for t in found.tensors if (line := _difference(t))]

@@ -75,7 +75,7 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> BlendSpec:
                 "Write either prefixes only or weight-prefix pairs",
             )
         )
-    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+    if not (math.isfinite(sum(weights)) and min(weights) > 0):
         raise DataError(
             complaint(
                 flag,

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron.config import RunConfig
 from megatron.config.data_mix import per_split
+from megatron.core.datasets import origin
 from megatron.core.datasets.blend import (
     BlendedDataset,
     BlendSpec,
@@ -229,7 +230,9 @@ def _compare_validation(name: str, before: list[str], now: list[str], read: int)
 def _open(config: RunConfig, tokenizer: Tokenizer, prefix: str, flag: str) -> Corpus:
     if config.mock_data:
         return MockCorpus(tokenizer.vocab_size, tokenizer.eod)
-    return open_corpus(prefix, config.mmap_bin_files, flag)
+    corpus = open_corpus(prefix, config.mmap_bin_files, flag)
+    origin.check(prefix, tokenizer, flag)
+    return corpus
 
 
 def set_names(prefixes: Sequence[str]) -> list[str]:

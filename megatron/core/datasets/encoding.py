@@ -181,7 +181,7 @@ def _split(content: bytes | list[dict[str, Any] | str]) -> Iterable[bytes | dict
 def _texts(line: bytes | dict[str, Any] | str, keys: Sequence[str]) -> dict[str, Text]:
     value = _parsed(line) if isinstance(line, bytes) else line
     if isinstance(value, str) and not isinstance(line, bytes):
-        raise _BadLine("not UTF-8", value)
+        raise _BadLine("unreadable value", value)
     if not isinstance(value, dict):
         raise _BadLine("not an object", f"the line is a JSON {type(value).__name__}, not an object")
     texts: dict[str, Text] = {}

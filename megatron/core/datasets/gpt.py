@@ -24,6 +24,8 @@ from megatron.core.errors import DataError, complaint
 MOCK_DOCUMENTS = 100_000
 MOCK_LONGEST = 4096
 MOCK_SPLIT = "1,1,1"
+# Documents whose first tokens stand for those of a corpus, and how many of each.
+_LOOKED_AT, _LOOKED_FAR = 8, 64
 
 _ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
@@ -43,6 +45,15 @@ class Corpus(Protocol):
     def fingerprint(self) -> str:
         """Return a hash of the documents' lengths."""
         ...
+
+
+def tokens_digest(corpus: Corpus, sequences: int) -> str:
+    """Return a hash of tokens at a few places of the first `sequences` documents of a corpus."""
+    digest = hashlib.blake2b(digest_size=16)
+    for index in np.linspace(0, sequences - 1, _LOOKED_AT).astype(np.int64).tolist():
+        count = min(_LOOKED_FAR, int(corpus.sequence_lengths[index]))
+        digest.update(corpus.get(index, 0, count).astype("<i8").tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +251,8 @@ class GPTDataset(Windows):
         """Return a hash of the corpus and the order, to compare between ranks."""
         shaped_by = self.description()
         del shaped_by["dataset_path"]  # nodes may keep their copies at different places
-        digest = hashlib.blake2b(repr(shaped_by).encode(), digest_size=16)
+        tokens = tokens_digest(self.corpus, len(self.corpus))
+        digest = hashlib.blake2b(repr((shaped_by, tokens)).encode(), digest_size=16)
         for name in _ARRAYS:
             array = getattr(self.order, name)
             digest.update(repr(array.shape).encode())

@@ -24,14 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.core.datasets.blend import dataset_targets, with_surplus
-from megatron.core.datasets.gpt import Corpus
+from megatron.core.datasets.gpt import Corpus, tokens_digest
 from megatron.core.datasets.index import EpochPlan
 from megatron.core.errors import DataError, complaint
 
 _BLOCK = 1 << 18
 _BLOCKS = 256
-# Documents whose first tokens stand for those of a corpus, and how many tokens.
-_LOOKED_AT, _LOOKED_FAR = 8, 64
 
 Lengths = npt.NDArray[np.int32]
 
@@ -44,15 +42,6 @@ def lengths_digest(lengths: Lengths) -> str:
     else:
         for start in np.linspace(0, lengths.size - _BLOCK, _BLOCKS):
             digest.update(np.ascontiguousarray(lengths[int(start) :][:_BLOCK]).tobytes())
-    return digest.hexdigest()
-
-
-def tokens_digest(corpus: Corpus, sequences: int) -> str:
-    """Return a hash of tokens at a few places of the first `sequences` documents of a corpus."""
-    digest = hashlib.blake2b(digest_size=16)
-    for index in np.linspace(0, sequences - 1, _LOOKED_AT).astype(np.int64).tolist():
-        count = min(_LOOKED_FAR, int(corpus.sequence_lengths[index]))
-        digest.update(corpus.get(index, 0, count).astype("<i8").tobytes())
     return digest.hexdigest()
 
 

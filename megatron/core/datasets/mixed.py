@@ -22,15 +22,9 @@ from megatron.core.datasets.gpt import (
     MockGPTDataset,
     SampleConfig,
     Windows,
-)
-from megatron.core.datasets.history import (
-    Mix,
-    Order,
-    Part,
-    Record,
-    lengths_digest,
     tokens_digest,
 )
+from megatron.core.datasets.history import Mix, Order, Part, Record, lengths_digest
 
 _RUNS = ("run_start", "run_place", "shuffle_index")
 _TURNS = ("dataset_index", "dataset_sample_index")

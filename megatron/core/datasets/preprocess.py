@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets import origin
 from megatron.core.datasets.encoding import Encoded, EncodeOptions, Encoder, encoders
 from megatron.core.datasets.indexed import IndexedDatasetBuilder, publish
 from megatron.core.datasets.text_input import Chunk, Position, TextInput
@@ -225,8 +226,12 @@ class _Run:
             if not self.sealed:
                 self._encode(workers, log_interval, report)
                 self._seal()
+            known = origin.describe(self.encoder.tokenizer, append_eod=self.options.append_eod)
             for number, key in enumerate(self.options.keys):
-                publish(self._unfinished(number, 0), f"{self.prefix}_{key}_document")
+                corpus = f"{self.prefix}_{key}_document"
+                origin.forget(corpus)
+                publish(self._unfinished(number, 0), corpus)
+                origin.write(corpus, known)
             done = True
         finally:
             for builder in self.builders.values():

@@ -11,7 +11,6 @@ import gzip
 import io
 import os
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,10 @@ ENDINGS = tuple(
 ) + (".parquet",)
 
 _GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+_SKIPPABLE = (
+    b"\x2a\x4d\x18"  # bytes 1 to 3 of a Zstandard frame without text: pzstd begins with one
+)
+_NOT_READ = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip", b"\x04\x22\x4d\x18": "lz4"}
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,13 @@ def find_inputs(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
 
     What is named comes in the order of the command line. A pattern (``*``, ``?``, ``[]``, ``**``)
     stands for its matches, a folder for the files below it that end like text (`ENDINGS`), both
-    sorted by path as text; hidden files are not read.
+    sorted by path as text; hidden files are not read, links are followed.
 
     Returns:
         The files, and the files of folders that are left out because of their ending.
 
     Raises:
-        DataError: A name stands for nothing, or a file for two.
+        DataError: A name stands for nothing, a file for two, or one cannot be read.
     """
     found: list[str] = []
     others: list[str] = []
@@ -93,9 +96,10 @@ def find_inputs(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
         )
         if not matches:
             raise _bad_input(pattern, "No file has this name", "Check the path or the pattern")
+        named: list[str] = []
         for match in matches:
             if not os.path.isdir(match):
-                found.append(match)
+                named.append(match)
                 continue
             inside = _files_below(match)
             texts = [path for path in inside if path.endswith(ENDINGS)]
@@ -106,19 +110,61 @@ def find_inputs(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
                     f"None of the {len(inside)} files in this folder is text to read",
                     f"Endings that are read: {' '.join(ENDINGS)}; or name the files",
                 )
-            found += texts
-    if len(set(found)) < len(found):
-        twice = Counter(found).most_common(1)[0][0]
-        raise _bad_input(twice, "It is named twice and would be read twice", "Name it once")
+            named += texts
+        found += dict.fromkeys(named)  # of a folder and a file in it, ** matches both
+    _check_readable(found)
     return found, others
 
 
+def _check_readable(paths: Sequence[str]) -> None:
+    # Now, and not when their turn comes after hours.
+    first: dict[str, str] = {}
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            why = "It is a link to nothing, or its rights do not allow to read it"
+            raise _bad_input(path, why, "Check the file, or leave it out")
+        before = first.setdefault(os.path.realpath(path), path)
+        if before is not path:
+            also = "" if before == path else f", also as {before},"
+            raise _bad_input(
+                path, f"It is named twice{also} and would be read twice", "Name it once"
+            )
+
+
 def _files_below(folder: str) -> list[str]:
-    return sorted(
-        str(path)
-        for path in Path(folder).rglob("*")
-        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    """The files of a folder and of folders that links in it lead to, each folder once."""
+    found: list[str] = []
+    seen = {os.path.realpath(folder)}
+    for parent, folders, files in os.walk(Path(folder), onerror=_fail, followlinks=True):
+        inside = {name: os.path.join(parent, name) for name in sorted((*folders, *files))}
+        folders.clear()
+        for name, path in inside.items():
+            if name.startswith("."):
+                continue
+            if os.path.isdir(path):
+                if (place := os.path.realpath(path)) not in seen:
+                    seen.add(place)
+                    folders.append(name)
+            elif os.path.isfile(path) or not os.path.exists(path):  # the latter is reported
+                found.append(path)
+    return sorted(found)
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise _bad_input(
+        str(error.filename), f"It cannot be read ({error.strerror})", "Check its rights"
     )
+
+
+def refuse_address(flag: str, path: str) -> None:
+    """Refuse an object store's address, which would be taken for a folder's name.
+
+    Raises:
+        DataError: It is one.
+    """
+    if "://" in path:
+        why = "Only paths of the file system can be read and written"
+        raise DataError(complaint(flag, path, why, "Give a path on a disk"))
 
 
 class TextInput:
@@ -225,12 +271,12 @@ def _rows(batch: Any, names: Sequence[str]) -> list[dict[str, Any] | str]:
         return [dict.fromkeys(names)] * batch.num_rows
     try:
         rows: list[dict[str, Any] | str] = batch.to_pylist()
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):  # a text that is not UTF-8, a date that Python cannot hold
         rows = []
         for number in range(batch.num_rows):
             try:
                 rows += batch.slice(number, 1).to_pylist()
-            except UnicodeDecodeError as error:
+            except (ValueError, OverflowError) as error:
                 rows.append(str(error))
     return rows
 
@@ -250,8 +296,12 @@ def _unpacked(path: str, raw: io.BufferedReader) -> BinaryIO:
     head = raw.peek(4)[:4]
     if head[:2] == _GZIP:
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    if head == _ZSTD:
+    if head == _ZSTD or (head[1:] == _SKIPPABLE and head[0] >> 4 == 5):
         return io.BufferedReader(_ZstdFile(raw, path), CHUNK_BYTES)
+    for start, name in _NOT_READ.items():
+        if head.startswith(start):
+            why = f"It is packed with {name}, which is not read"
+            raise _bad_input(path, why, "Unpack it, or pack it with gzip or zstd")
     return raw
 
 

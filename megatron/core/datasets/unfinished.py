@@ -15,7 +15,9 @@ from megatron.core.errors import DataError, complaint
 from megatron.core.files import sync, sync_directory
 
 ENDING = ".partial"
-_STATE, _LOCK = "progress.json", "lock"
+# Not .json: the output may lie in a folder whose texts are its input.
+_STATE, _LOCK = "progress", "lock"
+_LOGS = ("tokens", "lengths", "documents")  # whose lengths are stored
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
@@ -81,7 +83,12 @@ class UnfinishedOutput:
             self._clear()
             return
         self.kept = True
-        stored = json.loads(path.read_text())
+        try:
+            stored = json.loads(path.read_text())
+            before, state = stored["settings"], stored["state"]
+            self._check_lengths(state["written"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._incomplete(f"{path.name} is damaged: {error!r}") from error
         if not resume:
             raise DataError(
                 complaint(
@@ -91,7 +98,7 @@ class UnfinishedOutput:
                     f"Add --resume to go on from there, or remove {self.folder}",
                 )
             )
-        different = _differences(stored["settings"], self._settings)
+        different = _differences(before, self._settings)
         if different:
             raise DataError(
                 complaint(
@@ -102,7 +109,26 @@ class UnfinishedOutput:
                     f"Repeat the command as it was, or remove {self.folder} to start again",
                 )
             )
-        self.state = stored["state"]
+        self.state = state
+
+    def _check_lengths(self, written: Mapping[str, Mapping[str, int]]) -> None:
+        # A shorter file would be filled up with zeros, which are tokens.
+        for stem, sizes in written.items():
+            for name in _LOGS:
+                path = self.folder / f"{stem}.{name}"
+                have = path.stat().st_size if path.is_file() else 0
+                if have < sizes[name]:
+                    raise self._incomplete(f"{path.name} has {have} of {sizes[name]} bytes")
+
+    def _incomplete(self, why: str) -> DataError:
+        return DataError(
+            complaint(
+                "--output-prefix",
+                self.prefix,
+                f"{self.folder} holds the progress of another run, and cannot be used: {why}",
+                f"Remove {self.folder} to start again",
+            )
+        )
 
     def save(self, state: Mapping[str, Any], *, keep: bool = True) -> None:
         """Store how far the files go; they must be on the disk already.

@@ -81,7 +81,7 @@ def find(load: Path, step: int | None = None) -> Found | None:
         step: The iteration to take instead of the latest.
 
     Returns:
-        The checkpoint, or None when ``load`` has no tracker file.
+        The checkpoint, or None when ``load`` has neither a tracker file nor a complete checkpoint.
 
     Raises:
         CheckpointError: What was asked for is not there or was never completely written.
@@ -136,8 +136,10 @@ def tracked(root: Path) -> int | None:
 
 def _latest(root: Path) -> Found | None:
     tracker = root / TRACKER_FILE
+    newest = _previous(root, None)
     if not tracker.is_file():
-        return None
+        note = f"WARNING: {tracker} is missing. Loading the newest complete checkpoint beside it."
+        return None if newest is None else Found(newest[1], newest[0], (note,))
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text == RELEASE or text.isdecimal():
         iteration: int | str = RELEASE if text == RELEASE else int(text)
@@ -148,7 +150,7 @@ def _latest(root: Path) -> Found | None:
         before = _previous(root, iteration)
     else:
         problem = f"{tracker} is empty or unreadable (it holds {text[:40]!r})"
-        before = _previous(root, None)
+        before = newest
     if before is None:
         raise CheckpointError(
             complaint(

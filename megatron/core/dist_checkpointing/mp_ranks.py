@@ -50,6 +50,8 @@ class Layout:
         num_experts: Experts of a layer, 0 without any.
         gated: Whether the first matrix of an MLP is a gate above a projection.
         padded_vocab: Rows of the vocabulary to write; 0 for as many as there are.
+        first_layers: Layers of the first pipeline rank; None for as many as others have.
+        last_layers: The same of the last one.
     """
 
     tp: int = 1
@@ -60,6 +62,39 @@ class Layout:
     num_experts: int = 0
     gated: bool = False
     padded_vocab: int = 0
+    first_layers: int | None = None
+    last_layers: int | None = None
+
+    def stages(self, num_layers: int) -> list[list[range]]:
+        """Return which layers the stages ``[interleaved stage][pipeline rank]`` hold.
+
+        Raises:
+            CheckpointError: They cannot be shared out so.
+        """
+        ends = ((0, self.first_layers), (self.pp - 1, self.last_layers))
+        fixed = {rank: own for rank, own in ends if own is not None}
+        rest, others = num_layers - sum(fixed.values()), self.pp - len(fixed)
+        counts = [fixed.get(rank, rest // max(others, 1)) for rank in range(self.pp)]
+        if sum(counts) != num_layers or any(n < 1 or n % self.vpp for n in counts):
+            ranks = f"{self.pp}" if self.vpp == 1 else f"{self.pp} with {self.vpp} virtual stages"
+            given = "".join(f", {own} on rank {rank}," for rank, own in fixed.items())
+            raise CheckpointError(
+                complaint(
+                    "--target-pipeline-parallel-size",
+                    ranks,
+                    f"The {num_layers} layers{given} cannot be shared out equally",
+                    "Choose a divisor of the number of layers, or say what the first and the last "
+                    "rank have with --target-decoder-first-pipeline-num-layers and -last-",
+                )
+            )
+        found: list[list[range]] = []
+        at = 0
+        for _ in range(self.vpp):
+            found.append([])
+            for count in counts:
+                found[-1].append(range(at, at + count // self.vpp))
+                at += count // self.vpp
+        return found
 
     def directories(self) -> dict[str, tuple[int, int, int]]:
         """Return the name of every rank's directory -> its place along tp, pp and ep.
@@ -123,12 +158,14 @@ def layout_of(args: Mapping[str, Any], directory: Path) -> Layout:
     groups = int(args.get("num_query_groups") or args.get("num_attention_heads") or tp)
     if not args.get("group_query_attention"):
         groups = int(args.get("num_attention_heads") or tp)
+    tensor = "--tensor-model-parallel-size"
     for name, size, of, what in (
-        ("--expert-tensor-parallel-size", etp, tp, "A divisor of --tensor-model-parallel-size"),
-        ("--tensor-model-parallel-size", tp, groups, "A divisor of --num-query-groups"),
+        ("--expert-tensor-parallel-size", etp, tp, f"A divisor of {tensor}"),
+        (tensor, tp, groups, "A divisor or a multiple of --num-query-groups"),
         ("--expert-model-parallel-size", ep, experts or ep, "A divisor of --num-experts"),
     ):
-        if of % size:
+        # Ranks beyond the query groups share the rows of one (Megatron-Core from 0.16 on).
+        if of % size and (name != tensor or size % of):
             raise CheckpointError(
                 complaint(
                     "--load",
@@ -138,7 +175,8 @@ def layout_of(args: Mapping[str, Any], directory: Path) -> Layout:
                     "Load it in Megatron-LM and save it at another layout, or as torch_dist",
                 )
             )
-    return Layout(tp, pp, vpp, ep, etp, experts, bool(args.get("swiglu")))
+    ends = [args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    return Layout(tp, pp, vpp, ep, etp, experts, bool(args.get("swiglu")), 0, *ends)
 
 
 @dataclass(frozen=True)

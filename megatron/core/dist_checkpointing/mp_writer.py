@@ -79,15 +79,7 @@ def write(
     """
     tensors = dict(_whole_tensors(reader))
     num_layers = 1 + max((mp_ranks.layer_of(n) or 0 for n in tensors), default=-1)
-    if num_layers % (layout.pp * layout.vpp):
-        raise CheckpointError(
-            complaint(
-                "--target-pipeline-parallel-size",
-                layout.pp if layout.vpp == 1 else f"{layout.pp} with {layout.vpp} virtual stages",
-                f"The {num_layers} layers cannot be cut into that many equal parts",
-                "Choose a divisor of the number of layers",
-            )
-        )
+    stages = layout.stages(num_layers)
     final = root / place.directory_name(iteration)
     tmp = final.with_name(final.name + ".tmp")
     try:
@@ -99,7 +91,7 @@ def write(
             )
         for name, at in layout.directories().items():
             if layout.needed(at[0], at[2]):
-                model = _rank_content(reader, tensors, num_layers, layout, style, at, dtype)
+                model = _rank_content(reader, tensors, stages, layout, style, at, dtype)
                 own = argparse.Namespace(**{**args, **_layout_args(layout, style)})
                 content = {"args": own, "checkpoint_version": VERSION, **more, **model}
                 _save(content, tmp / name / mp_ranks.RANK_FILE)
@@ -121,6 +113,11 @@ def _layout_args(layout: Layout, style: Style) -> dict[str, Any]:
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "decoder_first_pipeline_num_layers": layout.first_layers,
+        "decoder_last_pipeline_num_layers": layout.last_layers,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "pipeline_model_parallel_layout": None,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "transformer_impl": "local" if style.local else "transformer_engine",
@@ -158,7 +155,7 @@ def _whole_tensors(reader: Reader) -> Iterator[tuple[str, tuple[str, tuple[int, 
 def _rank_content(
     reader: Reader,
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    num_layers: int,
+    stages: list[list[range]],
     layout: Layout,
     style: Style,
     at: tuple[int, int, int],
@@ -166,12 +163,11 @@ def _rank_content(
 ) -> dict[str, dict[str, Tensor | None]]:
     """Return the state dictionaries of one rank, by their names in its file."""
     tp, pp, ep = at
-    per_chunk = num_layers // (layout.pp * layout.vpp)
     experts = range(ep * layout.local_experts, (ep + 1) * layout.local_experts)
     content: dict[str, dict[str, Tensor | None]] = {}
     for vpp, chunk in enumerate(layout.chunks):
+        layers = stages[vpp][pp]
         stage = vpp * layout.pp + pp
-        first = stage * per_chunk
         last = stage == layout.pp * layout.vpp - 1
         own: dict[str, Tensor | None] = {}
         wanted = dict(tensors)
@@ -182,11 +178,13 @@ def _rank_content(
             if layer is None:
                 here = stage == 0 if name.startswith("embedding.") else last
             else:
-                here = first <= layer < first + per_chunk
+                here = layer in layers
             if not here or (expert is not None and expert not in experts):
                 continue
             tensor = _part(reader, name, key, rows, layout, tp, dtype)
-            own[mp_ranks.to_rank(name, first, experts.start, style.local, style.grouped)] = tensor
+            own[mp_ranks.to_rank(name, layers.start, experts.start, style.local, style.grouped)] = (
+                tensor
+            )
         content[chunk] = _with_extra_state(own)
     return content
 

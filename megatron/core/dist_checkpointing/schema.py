@@ -40,6 +40,7 @@ FP8_PREFIX = "fp8_state."
 
 # Tensors whose first axis is the padded vocabulary.
 _VOCABULARY = {"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"}
+_NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.")  # Megatron-Core has further forms of it
 _SHOWN = 6  # names of one kind in a message
 _LAYER = re.compile(r"^(?P<stack>.*\blayers)\.(?P<index>\d+)\.(?P<rest>.+)$")
 _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<rest>.+?)(?P<number>\d+)$")
@@ -280,7 +281,12 @@ def _dotted(numbers: Iterable[int]) -> str:
 
 def is_model_key(key: str) -> bool:
     """Whether a stored tensor belongs to the model rather than to the optimizer or to FP8."""
-    return not key.startswith((OPTIMIZER_PREFIX, FP8_PREFIX)) and "/" not in key
+    return not (_NOT_MODEL.match(key) or key.startswith(FP8_PREFIX) or "/" in key)
+
+
+def is_expert_key(key: str) -> bool:
+    """Whether a stored tensor, or optimizer state of one, belongs to experts."""
+    return ".experts.experts." in key
 
 
 @dataclass(frozen=True)

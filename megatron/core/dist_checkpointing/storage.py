@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from megatron.core.dist_checkpointing import safe_pickle
 from megatron.core.dist_checkpointing.chunks import ChunkIndex, misplaced
-from megatron.core.dist_checkpointing.foreign import own_names
+from megatron.core.dist_checkpointing.foreign import own_names, weights_as_masters
 from megatron.core.dist_checkpointing.safe_pickle import Forbidden, Opaque, refusal
 from megatron.core.dist_checkpointing.shard import Piece, Sharded, overlap, volume
 from megatron.core.dist_checkpointing.store import Parts, StorePath
@@ -306,6 +306,12 @@ class Reader:
             else:
                 self.blobs.append(key)
 
+    def take_weights_as_masters(self) -> None:
+        """Give masters that are not stored, since the fp32 weights are, their names too."""
+        for key, weight in weights_as_masters(self.tensors).items():
+            self.tensors[key] = self.tensors[weight]
+            self._stored[key] = self._stored[weight]
+
     def files(self) -> set[str]:
         """Return the names of the data files that the index refers to."""
         return {info.relative_path for info in self._metadata.storage_data.values()}
@@ -369,22 +375,41 @@ class Reader:
             CheckpointError: A key is missing, a shape differs, a block is not covered by stored
                 data, or a file is damaged.
         """
-        jobs: dict[tuple[str, int], list[tuple[MetadataIndex, Any, _Copy]]] = {}
+        jobs, num_bytes = self.jobs(targets)
+        for job in jobs:
+            job.fill(self.stored(job))
+        return num_bytes
+
+    def jobs(self, targets: Mapping[str, Sharded]) -> tuple[list[Job], int]:
+        """Return which stored blocks `load` reads, in file order, and the bytes of the targets.
+
+        Args:
+            targets: See `load`.
+
+        Raises:
+            CheckpointError: As there, but for damage.
+        """
+        jobs: dict[tuple[str, int], Job] = {}
         num_bytes = 0
         for key, target in targets.items():
             self._check_shape(key, target)
             for piece in target.pieces:
                 num_bytes += piece.local.nbytes
-                for index, info, copy in self._plan(key, piece, target.padded_dim):
-                    jobs.setdefault((info.relative_path, info.offset), []).append(
-                        (index, info, copy)
-                    )
-        for place in sorted(jobs):  # in file order, and each stored block is read once
-            index, info, _ = jobs[place][0]
-            stored = self._tensor(index, info)
-            for _, _, copy in jobs[place]:
-                copy.run(stored)
-        return num_bytes
+                for index, shape, copy in self._plan(key, piece, target.padded_dim):
+                    info = self._metadata.storage_data[index]
+                    place = info.relative_path, info.offset
+                    if place not in jobs:
+                        jobs[place] = Job(key, place, shape, self.tensors[key].dtype, index, [])
+                    jobs[place].copies.append(copy)
+        return [jobs[place] for place in sorted(jobs)], num_bytes
+
+    def stored(self, job: Job) -> Tensor:
+        """Read a stored block.
+
+        Raises:
+            CheckpointError: Its file is damaged.
+        """
+        return self._tensor(job.index, self._metadata.storage_data[job.index])
 
     def _entry(self, key: str) -> TensorEntry:
         if key not in self.tensors:
@@ -403,7 +428,7 @@ class Reader:
 
     def _plan(
         self, key: str, piece: Piece, padded_dim: int | None
-    ) -> Iterator[tuple[MetadataIndex, Any, _Copy]]:
+    ) -> Iterator[tuple[MetadataIndex, tuple[int, ...], _Copy]]:
         stored = self._stored[key]
         entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[stored])
         shape = tuple(piece.local.shape)
@@ -420,7 +445,7 @@ class Reader:
             source = _slices(start, extent, chunk.offsets)
             destination = piece.local[_slices(start, extent, piece.offset)]
             index = MetadataIndex(stored, chunk.offsets)
-            copies.append((index, self._metadata.storage_data[index], _Copy(source, destination)))
+            copies.append((index, tuple(chunk.sizes), _Copy(source, destination)))
         if missing and padded_dim is not None:
             beyond = piece.offset[padded_dim] + shape[padded_dim] - entry.size[padded_dim]
             beyond = min(max(beyond, 0), shape[padded_dim])
@@ -471,6 +496,37 @@ class _Copy:
     def run(self, stored: Tensor) -> None:
         with torch.no_grad():
             self.destination.copy_(stored[self.source])
+
+
+@dataclass(frozen=True)
+class Job:
+    """A stored block, read once, and the places that get parts of it.
+
+    Attributes:
+        key: The tensor that it belongs to.
+        place: File and offset.
+        shape: Its shape.
+        dtype: Its type.
+        index: Its name in the index.
+        copies: What goes where.
+    """
+
+    key: str
+    place: tuple[str, int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    index: MetadataIndex
+    copies: list[_Copy]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the block's values."""
+        return volume(self.shape) * self.dtype.itemsize
+
+    def fill(self, stored: Tensor) -> None:
+        """Copy the block to its places."""
+        for copy in self.copies:
+            copy.run(stored)
 
 
 def _slices(

@@ -22,7 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +31,19 @@ from megatron.core.fp8.attention import AttentionPrecision, AttentionTensor, Pie
 from megatron.core.fp8.gemm import Operand
 from megatron.core.fp8.tensor import QuantizedTensor
 from megatron.core.mesh import Axis
-from megatron.core.transformer.attention_kernel import Block, Plan, finite
+from megatron.core.transformer.attention_kernel import (
+    Block,
+    Plan,
+    Rounding,
+    accumulate_gradients,
+    as_it_is,
+    finite,
+)
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """Quantized `query [s, b, n, d]`, `key [t, b, g, d]` and `value [t, b, g, d]`."""
 
     query: QuantizedTensor
@@ -69,19 +75,6 @@ class Results:
     exact: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """What the backward pass does to a piece of P and to a piece of the scores' gradient."""
-
-    softmax: Callable[[Tensor], Tensor]
-    scores: Callable[[Tensor], Tensor]
-
-
-def as_it_is(x: Tensor) -> Tensor:
-    """No rounding."""
-    return x
-
-
 def empty_results(query: QuantizedTensor) -> tuple[Tensor, Tensor]:
     """Results over no keys: `[s, b, n, d]` zeros and `[s, b, n, 1]` -inf, fp32."""
     shape, device = query.shape, query.data.device
@@ -89,19 +82,12 @@ def empty_results(query: QuantizedTensor) -> tuple[Tensor, Tensor]:
     return out, torch.full((*shape[:3], 1), float("-inf"), dtype=torch.float32, device=device)
 
 
-def _load(plan: Plan, x: Operand, part: tuple[slice, slice]) -> Tensor:
-    """As `Plan.load`, times the inverse scale."""
-    if isinstance(x, QuantizedTensor):
-        return plan.load(x.data, part).mul_(x.scale_inv)
-    return plan.load(x, part)
-
-
 def add_row_sums(query: QuantizedTensor, key: QuantizedTensor, block: Block, lse: Tensor) -> None:
     """Add the exponentials of one more block of keys to the rows' sums, in `lse`."""
-    plan = Plan(query.data, key.data, replace(block, dropout=0.0))
+    plan = Plan(query, key, replace(block, dropout=0.0))
     lse = plan.grouped(lse)
     for part in plan.parts():
-        q, k = _load(plan, query, part).mul_(block.scale), _load(plan, key, part)
+        q, k = plan.load(query, part).mul_(block.scale), plan.load(key, part)
         for chunk in plan.chunks(part):
             new = torch.logsumexp(plan.scores(q, k, chunk), dim=-1, keepdim=True)
             old = plan.take(lse, part, chunk.rows)
@@ -129,12 +115,12 @@ def add_products(
         exact: As `out`, for `P V` without rounding.
         whole: Whether the block has all keys of its rows.
     """
-    plan = Plan(x.query.data, x.key.data, block)
+    plan = Plan(x.query, x.key, block)
     out, lse = plan.grouped(out), plan.grouped(lse)
     unrounded = None if exact is None else plan.grouped(exact)
     for part in plan.parts():
-        q, k = _load(plan, x.query, part).mul_(block.scale), _load(plan, x.key, part)
-        v = _load(plan, x.value, part)
+        q, k = plan.load(x.query, part).mul_(block.scale), plan.load(x.key, part)
+        v = plan.load(x.value, part)
         for chunk in plan.chunks(part):
             rows, values = chunk.rows, v[:, chunk.keys]
             scores = plan.scores(q, k, chunk)
@@ -149,60 +135,6 @@ def add_products(
                 plan.store(unrounded, part, rows, before.baddbmm_(weights, values))
             before = plan.take(out, part, rows)
             plan.store(out, part, rows, before.baddbmm_(softmax(weights), values))
-
-
-def add_gradients(
-    x: Operands,
-    block: Block,
-    d_out: Operand,
-    lse: Tensor,
-    delta: Tensor | None,
-    rounding: Rounding,
-    gradients: Gradients,
-) -> None:
-    """Add what one block of keys contributes to the gradients.
-
-    Args:
-        x: As in `add_products`.
-        block: As in the forward pass.
-        d_out: `[s, b, n, d]`.
-        lse: `[s, b, n, 1]` over all keys.
-        delta: `[s, b, n, 1]`, `d_out` times the result of unrounded probabilities, summed over d;
-            None if the block has all keys of its rows.
-        rounding: Of P and of the scores' gradient.
-        gradients: Of query, key and value, fp32; added to.
-    """
-    plan = Plan(x.query.data, x.key.data, block)
-    d_query, d_key, d_value = (plan.grouped(gradient) for gradient in gradients)
-    lse = plan.grouped(lse)
-    offsets = None if delta is None else plan.grouped(delta)
-    for part in plan.parts():
-        chunks = list(plan.chunks(part))
-        if not chunks:
-            continue
-        q, k = _load(plan, x.query, part).mul_(block.scale), _load(plan, x.key, part)
-        v, d_rows = _load(plan, x.value, part), _load(plan, d_out, part)
-        d_k, d_v = torch.zeros_like(k), torch.zeros_like(v)
-        for chunk in chunks:
-            rows, keys = chunk.rows, chunk.keys
-            weights = plan.scores(q, k, chunk).sub_(plan.take(lse, part, rows)).exp_()
-            d_o = d_rows[:, rows]
-            d_weights = torch.bmm(d_o, v[:, keys].mT)
-            keep, dropped = plan.keep(weights), weights
-            if keep is not None:
-                d_weights.mul_(keep)
-                dropped = weights * keep
-            d_v[:, keys].baddbmm_(rounding.softmax(dropped).mT, d_o)
-            if offsets is None:
-                offset = (weights * d_weights).sum(-1, keepdim=True)
-            else:
-                offset = plan.take(offsets, part, rows)
-            d_scores = rounding.scores(d_weights.sub_(offset).mul_(weights))
-            d_q = plan.take(d_query, part, rows)
-            plan.store(d_query, part, rows, d_q.baddbmm_(d_scores, k[:, keys], alpha=block.scale))
-            d_k[:, keys].baddbmm_(d_scores.mT, q[:, rows])  # q carries the scale
-        d_key[part].add_(d_k.view(d_key[part].shape))
-        d_value[part].add_(d_v.view(d_value[part].shape))
 
 
 class Placement(ABC):
@@ -258,7 +190,7 @@ class Whole(Placement):
         """See the base class."""
         del exact
         found = zero_gradients(x)
-        add_gradients(x, self.block, d_out, lse, None, rounding, found)
+        accumulate_gradients(x, self.block, d_out, lse, None, found, rounding)
         return found
 
 

@@ -27,6 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.fp8.gemm import Operand
+from megatron.core.fp8.tensor import QuantizedTensor
+
 # Rows of a chunk, and the largest chunk of fp32 scores. Measured on a CPU with 2 MiB of L2 cache:
 # smaller chunks pay for dispatch, larger ones leave the cache. An accelerator wants larger ones.
 _CHUNK_ROWS = {"cpu": 64}
@@ -259,13 +262,27 @@ def accumulate(
             plan.store(lse, part, chunk.rows, total)
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What the backward pass does to a piece of P and to a piece of the scores' gradient."""
+
+    softmax: Callable[[Tensor], Tensor]
+    scores: Callable[[Tensor], Tensor]
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """No rounding."""
+    return x
+
+
 def accumulate_gradients(
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Operand, Operand, Operand],
     block: Block,
-    d_out: Tensor,
+    d_out: Operand,
     lse: Tensor,
-    delta: Tensor,
+    delta: Tensor | None,
     gradients: tuple[Tensor, Tensor, Tensor],
+    rounding: Rounding = Rounding(as_it_is, as_it_is),
 ) -> None:
     """Add what one block of keys contributes to the gradients.
 
@@ -274,13 +291,16 @@ def accumulate_gradients(
         block: As in the forward pass.
         d_out: `[s, b, n, d]`.
         lse: `[s, b, n, 1]` over all keys.
-        delta: `[s, b, n, 1]`, sum of `d_out * out` over d.
+        delta: `[s, b, n, 1]`, sum of `d_out * out` over d, with the result of unrounded
+            probabilities; None if the block has all keys of its rows.
         gradients: Of the inputs, in the working dtype; added to.
+        rounding: Of P and of the scores' gradient.
     """
     query, key, value = inputs
     plan = Plan(query, key, block)
     d_query, d_key, d_value = (plan.grouped(x) for x in gradients)
-    lse, delta = plan.grouped(lse), plan.grouped(delta)
+    lse = plan.grouped(lse)
+    offsets = None if delta is None else plan.grouped(delta)
     for part in plan.parts():
         chunks = list(plan.chunks(part))
         if not chunks:
@@ -297,8 +317,12 @@ def accumulate_gradients(
             if keep is not None:
                 d_weights.mul_(keep)
                 dropped = weights * keep
-            d_v[:, keys].baddbmm_(dropped.mT, d_o)
-            d_scores = d_weights.sub_(plan.take(delta, part, rows)).mul_(weights)
+            d_v[:, keys].baddbmm_(rounding.softmax(dropped).mT, d_o)
+            if offsets is None:
+                offset = (weights * d_weights).sum(-1, keepdim=True)
+            else:
+                offset = plan.take(offsets, part, rows)
+            d_scores = rounding.scores(d_weights.sub_(offset).mul_(weights))
             d_q = plan.take(d_query, part, rows)
             plan.store(d_query, part, rows, d_q.baddbmm_(d_scores, k[:, keys], alpha=block.scale))
             d_k[:, keys].baddbmm_(d_scores.mT, q[:, rows])  # q carries the scale
@@ -328,7 +352,8 @@ class Chunk:
 class Plan:
     """How one attention call is cut up, and the few operations both passes share."""
 
-    def __init__(self, query: Tensor, key: Tensor, block: Block) -> None:
+    def __init__(self, query: Operand, key: Operand, block: Block) -> None:
+        query, key = (x.data if isinstance(x, QuantizedTensor) else x for x in (query, key))
         self.s, self.b, n, self.d = query.shape
         self.t, self.g = key.shape[0], key.shape[2]
         self.r = n // self.g
@@ -378,8 +403,10 @@ class Plan:
             if first < seen:
                 yield Chunk(slice(i * self.r, last * self.r), slice(first, seen), mine)
 
-    def load(self, x: Tensor, part: tuple[slice, slice]) -> Tensor:
+    def load(self, x: Operand, part: tuple[slice, slice]) -> Tensor:
         """One part as a contiguous `[batch, x * (r or 1), d]` in the working dtype."""
+        if isinstance(x, QuantizedTensor):
+            return self.load(x.data, part).mul_(x.scale_inv)
         view = self.grouped(x)[part]
         out = torch.empty(view.shape, dtype=self.dtype, device=x.device).copy_(view)
         return out.view(-1, view.shape[2] * view.shape[3], self.d)

@@ -33,15 +33,13 @@ from megatron.core.transformer.attention_fp8 import (
     Operands,
     Placement,
     Results,
-    Rounding,
     Whole,
-    add_gradients,
     add_products,
     add_row_sums,
     empty_results,
     zero_gradients,
 )
-from megatron.core.transformer.attention_kernel import Block
+from megatron.core.transformer.attention_kernel import Block, Rounding, accumulate_gradients
 from megatron.core.transformer.context_parallel import (
     ContextBlock,
     Transfer,
@@ -172,14 +170,14 @@ class Gathered(Placement):
         x = self._whole(x)
         d_query, d_key, d_value = zero_gradients(x)
         for rows, keys, block in self._blocks(x):
-            add_gradients(
+            accumulate_gradients(
                 x.part(rows, keys),
                 block,
                 rows_of(d_out, rows),
                 lse[rows],
                 None,
-                rounding,
                 (d_query[rows], d_key[keys], d_value[keys]),
+                rounding,
             )
         size, axis = self.axis.size, self.axis
         d_key, d_value = (reduce_scatter(to_ranks(g, size), axis) for g in (d_key, d_value))
@@ -256,14 +254,14 @@ class Ring(Placement):
         for owner, y in self._steps(x, x.key, x.value):
             d_kv = torch.zeros((2, *kv), dtype=torch.float32, device=lse.device)
             for rows, seen, block in visible_pairs(self.job, owner, chunk):
-                add_gradients(
+                accumulate_gradients(
                     y.part(rows, seen),
                     block,
                     rows_of(d_out, rows),
                     lse[rows],
                     delta[rows],
-                    rounding,
                     (d_query[rows], d_kv[0, seen], d_kv[1, seen]),
+                    rounding,
                 )
             if travelling is not None:
                 d_kv += travelling.wait()  # what earlier holders of these keys found

@@ -158,8 +158,8 @@ def _assets(reader: Reader) -> dict[str, Path | bytes]:
 
 def _common(content: bytes, drop: Sequence[str]) -> bytes:
     """Forget in the common entry what is not there any more; untouched if it knew nothing."""
-    forgotten = {"optimizer": "optimizer_scalars", "fp8": "fp8"}
-    names = [forgotten[part] for part in drop if part in forgotten]
+    forgotten = {"optimizer": ("optimizer_scalars", "optimizer"), "fp8": ("fp8",)}
+    names = [name for part in drop for name in forgotten.get(part, ())]
     common = plain.load(content, schema.COMMON_KEY)
     if not any(common.get(name) for name in names):
         return content
@@ -194,7 +194,20 @@ def old_checkpoints(root: Path, keep_last: int) -> list[Path]:
         why = f"It is no save directory with a {place.TRACKER_FILE}"
         fix = "Name the directory that --save was given"
         raise CheckpointError(complaint("directory", root, why, fix))
-    return Retention(root, keep_last).doomed(keep_last)
+    doomed = Retention(root, keep_last).doomed(keep_last)
+    # A run decides by names and sizes; here there is time to read the files, as a resume does.
+    latest = place.tracked(root)
+    before = [d for i, d in reversed(place.committed(root)) if latest is not None and i <= latest]
+    kept = [d for d in before if d not in doomed]
+    sound = next((d for d in (*kept, *reversed(doomed)) if _has_what_was_written(d)), None)
+    return [d for d in doomed if d != sound]
+
+
+def _has_what_was_written(directory: Path) -> bool:
+    try:
+        return not place.verify(directory)
+    except CheckpointError:
+        return False
 
 
 def delete(root: Path, doomed: Sequence[Path]) -> None:
