@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from megatron.config import stores
@@ -132,6 +133,20 @@ def places_of_files_are_in_the_file_system(c: Draft) -> Iterator[Problem]:
                     "Only paths of the file system can be read and written",
                     "Give a path on a disk, or where the store is mounted",
                 )
+
+
+@rule
+def a_run_saves_beside_its_checkpoints(c: Draft) -> Iterator[Problem]:
+    """--save names the directory of the checkpoints, not one of them."""
+    place = (c.save or "").rstrip("/")
+    parent, _, name = place.rpartition("/")
+    if re.fullmatch(r"iter_\d{7,}|release", name):
+        yield Problem(
+            ("--save",),
+            place,
+            "That is the name of one checkpoint, and saves would lie inside it",
+            f"Give {parent or 'the directory above'}, or another directory",
+        )
 
 
 @rule

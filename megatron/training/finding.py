@@ -205,7 +205,6 @@ def _say_nothing_there(cfg: RunConfig, peers: Peers, say: Say) -> None:
     """
     root = path_of(cfg.load)
     tracker = root / place.TRACKER_FILE
-    others = peers.decide(lambda: place.committed(root))
     if cfg.exit_on_missing_checkpoint:
         raise CheckpointError(
             complaint(
@@ -219,11 +218,6 @@ def _say_nothing_there(cfg: RunConfig, peers: Peers, say: Say) -> None:
         return
     say(f"WARNING: could not find the metadata file {tracker}")
     say("    will not load any checkpoints and will start from random")
-    if others:
-        say(
-            f"    ({root} holds complete checkpoints up to iteration {others[-1][0]}; "
-            f"to continue from it pass --ckpt-step {others[-1][0]})"
-        )
 
 
 def read_newest_common(

@@ -30,6 +30,7 @@ SAVING_REFUSED = [
     ),
     (1, {"exit_signal_deadline": 60.0}, "--exit-signal-deadline", ["Add --exit-signal-handler"]),
     (1, {"exit_signal": "SIGUSR2"}, "--exit-signal", ["SIGUSR2 and no handler"]),
+    (1, {**SAVE, "save": "c/iter_0000010/"}, "--save", ["of one checkpoint", "Give c, or"]),
     (1, {**SAVE, "save": "s3:///run"}, "--save", ["got s3:///run", "like s3://bucket/run"]),
     (1, {"load": "simplecache::s3://bucket/run"}, "--load", ["one protocol"]),
     (1, {"load": "s3://bucket/run*"}, "--load", ["without * ?"]),

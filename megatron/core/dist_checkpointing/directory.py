@@ -136,8 +136,8 @@ def tracked(root: Path) -> int | None:
 
 def _latest(root: Path) -> Found | None:
     tracker = root / TRACKER_FILE
-    newest = _previous(root, None)
     if not tracker.is_file():
+        newest = _previous(root, None)
         note = f"WARNING: {tracker} is missing. Loading the newest complete checkpoint beside it."
         return None if newest is None else Found(newest[1], newest[0], (note,))
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
@@ -150,7 +150,7 @@ def _latest(root: Path) -> Found | None:
         before = _previous(root, iteration)
     else:
         problem = f"{tracker} is empty or unreadable (it holds {text[:40]!r})"
-        before = newest
+        before = _previous(root, None)
     if before is None:
         raise CheckpointError(
             complaint(
