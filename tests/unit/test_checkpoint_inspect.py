@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import whole
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.mesh import Axis, ParallelState
-from megatron.training.inspection.compare import compare
 from megatron.training.checkpoint_config import read_common
+from megatron.training.inspection.compare import compare
 from megatron.training.progress import Progress
 from tests.saving import save_checkpoint
 from tests.small_models import LLAMA, build_model, small_config
