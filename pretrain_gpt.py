@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config, notices = parse(tokens, launch.world_size, saved_config)
         config = with_checkpoint_args(config)
         if config.dry_run:
+            report.launch = Launch()  # the first rank works alone: no other has its problem to tell
             if launch.rank == 0:
                 dry_run(config, notices, print)
             return report.exit_code

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -104,7 +106,7 @@ def _digest(command: Sequence[str], inputs: Sequence[Path]) -> str:
 
 def _shown(command: Sequence[str]) -> str:
     words = [Path(word).name if word == sys.executable else word for word in command]
-    return " ".join(word.replace(f"{ROOT}/", "") for word in words)
+    return shlex.join(word.replace(f"{ROOT}/", "") for word in words)
 
 
 def _run(command: Sequence[str], log: Path | None) -> int:
@@ -179,7 +181,9 @@ def training(work: Path, run: Path) -> list[str]:
     command += ["--data-cache-path", str(work / "cache")]
     command += ["--tokenizer-model", str(work / "tokenizer.model")]
     command += ["--save", str(run), "--load", str(run)]
-    command += ["--tensorboard-dir", str(run / "tensorboard"), "--fp8-stats-interval", "10"]
+    command += ["--fp8-stats-interval", "10"]
+    if importlib.util.find_spec("tensorboard"):
+        command += ["--tensorboard-dir", str(run / "tensorboard")]
     return [*command, "--dllogger-json", str(run / "log.json")]
 
 

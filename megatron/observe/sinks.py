@@ -46,6 +46,13 @@ from megatron.observe.lines import (
 )
 
 
+def _print(text: str, stream: TextIO | None = None) -> None:
+    """Print in one go: the lines of several ranks do not mix even without buffers."""
+    stream = stream or sys.stdout
+    stream.write(text + "\n")
+    stream.flush()
+
+
 class ConsoleSink:
     """Prints. The first rank speaks for the run, the last rank prints losses.
 
@@ -66,34 +73,33 @@ class ConsoleSink:
             if event.shared and not self._first:
                 return
             where = f"{event.where}: " if event.where else ""
-            print(f"WARNING: {where}{event.what}", file=sys.stderr, flush=True)
+            _print(f"WARNING: {where}{event.what}", sys.stderr)
         elif isinstance(event, MemoryUse):
             if not event.routine:
-                print(memory_line(event), flush=True)
+                _print(memory_line(event))
         elif self._last and isinstance(event, IntervalEnd):
-            print(training_line(event, datetime.now(), self._log_throughput), flush=True)
+            _print(training_line(event, datetime.now(), self._log_throughput))
         elif self._last and isinstance(event, EvalEnd):
-            print(validation_lines(event), flush=True)
+            _print(validation_lines(event))
         elif self._first:
             self._speak_for_the_run(event)
 
     def _speak_for_the_run(self, event: Event) -> None:
         if isinstance(event, Message):
-            print(event.text, flush=True)
+            _print(event.text)
         elif isinstance(event, Fp8Alert):
-            print(alert_line(event), file=sys.stderr, flush=True)
+            _print(alert_line(event), sys.stderr)
         elif isinstance(event, PrecisionTable):
-            print(precision_table(event.lines, event.changed, event.shares), flush=True)
+            _print(precision_table(event.lines, event.changed, event.shares))
         elif isinstance(event, PrecisionChange):
-            print(change_line(event), flush=True)
+            _print(change_line(event))
         elif isinstance(event, Rollback):
-            print(rollback_line(event), flush=True)
+            _print(rollback_line(event))
         elif isinstance(event, RunStart):
-            print(arguments_dump(event.config), flush=True)
-            print(
+            _print(arguments_dump(event.config))
+            _print(
                 f"layer backend: {event.backend} ({event.backend_reason}); device: {event.device}; "
-                f"{event.parameters:,} parameters on {event.world_size} rank(s)",
-                flush=True,
+                f"{event.parameters:,} parameters on {event.world_size} rank(s)"
             )
 
     def close(self) -> None:

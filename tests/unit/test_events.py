@@ -19,6 +19,7 @@ from megatron.observe.events import (
     EvalEnd,
     Incident,
     IntervalEnd,
+    MemoryUse,
     Message,
     RunStart,
     StepEnd,
@@ -237,3 +238,15 @@ def test_wandb_gets_the_scalars_without_the_second_axis(monkeypatch):
     assert ({"lm loss": 2.0}, 1) in logged
     assert not [x for x in logged if "vs samples" in str(x)]
     assert logged[-1] == "finished"
+
+
+def test_a_line_of_the_console_is_one_write(monkeypatch):
+    # Several ranks share a stream that nothing buffers.
+    writes = []
+    stream = types.SimpleNamespace(write=writes.append, flush=lambda: None)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = ConsoleSink(first=True, last=True)
+    for event in (Message("one"), Incident("two"), MemoryUse(0, 1, "process", 1, 1, 1, 1)):
+        console.handle(event)
+    assert [text.count("\n") for text in writes] == [1, 1, 1]

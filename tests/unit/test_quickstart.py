@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import shlex
 import sys
 from pathlib import Path
 
@@ -56,6 +57,17 @@ def test_a_missing_output_is_made_again(step, tmp_path):
     step(1)
     (tmp_path / "out" / "lines").unlink()
     assert step(1) == 1
+
+
+def test_a_command_is_shown_as_a_shell_takes_it():
+    words = [sys.executable, f"{quickstart.ROOT}/x", "--prompt", "def f(a):\n"]
+    assert shlex.split(quickstart._shown(words))[1:] == ["x", "--prompt", "def f(a):\n"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_tensorboard_is_used_where_it_is_installed(there, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there or None)
+    assert ("--tensorboard-dir" in quickstart.training(tmp_path, tmp_path)) == there
 
 
 def test_the_last_validation_loss_counts(tmp_path):
