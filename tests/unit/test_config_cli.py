@@ -428,4 +428,5 @@ class TestFp8Defaults:
         cfg = config(f"{TINY} --bf16")
         saved = {n: v for n, v in cfg.to_dict().items() if n.startswith("fp8_") and v is not None}
         assert saved["fp8_recipe"] == "delayed"
-        assert cfg.replace(**{n: v for n, v in saved.items() if not SPECS[n].setting.derived}) == cfg
+        settable = {n: v for n, v in saved.items() if not SPECS[n].setting.derived}
+        assert cfg.replace(**settable) == cfg
