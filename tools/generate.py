@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
             args.max_new_tokens,
             sampling,
             eod=None if args.ignore_eod else tokenizer.eod,
+            vocab_size=tokenizer.vocab_size,
         )
     for prompt, ids in zip(prompts, continuations, strict=True):
         text = tokenizer.detokenize(ids)

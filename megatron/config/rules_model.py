@@ -291,12 +291,15 @@ def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
 
 
 def _asks_for_fp8(c: Draft, name: str) -> bool:
-    """Whether a setting was given, were it to its default, and not beside `fp8_format: null`."""
+    """Whether a setting has another value than its default, or somebody wrote the default down.
+
+    Settings out of a checkpoint, and files that list all of them, name defaults nobody asked for.
+    """
     if c.values[name] != SPECS[name].default:
         return True
-    switched_off = "fp8_format" in c.given  # in words: a file that lists every setting
+    listed = "fp8_format" in c.given  # switched off in words
     nothing = name == "fp8_warmup_iters" or isinstance(c.given.get(name), bool)
-    return c.was_given(name) and not switched_off and not nothing
+    return name in c.origins and c.was_given(name) and not listed and not nothing
 
 
 @rule

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import Piece, Sharded
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.mesh import Axis
-from megatron.training import hf_files, hf_fp8, hf_kept, hf_map
+from megatron.training import hf_files, hf_fp8, hf_kept, hf_map, hf_tokenizer
 from megatron.training.checkpoint_config import TOKENIZER_DIRECTORY, stacking_of
 from megatron.training.hf_config import hf_from_fields
 from megatron.training.hf_rows import Place, Row, every_tensor
@@ -72,7 +72,9 @@ def write_huggingface(
         CheckpointError: The directory is in use or not writable.
     """
     config = hf_from_fields(source.fields, _DTYPE_NAMES[dtype])
-    config.update({n: source.special_tokens.get(n) for n in SPECIAL_TOKENS})
+    tokenizer = hf_tokenizer.of_run(source)
+    special_tokens = hf_tokenizer.special_tokens(tokenizer) | source.special_tokens
+    config.update({n: special_tokens.get(n) for n in SPECIAL_TOKENS})
     config = hf_kept.restore(config, source.kept)
     with hf_files.new_directory(save) as tmp:
         planned = list(planned_tensors(source, config["model_type"], fp8))
@@ -81,6 +83,8 @@ def write_huggingface(
             config["quantization_config"] = fp8.config()
         for name, path in source.tokenizer.items():
             (tmp / name).write_bytes(path.read_bytes())
+        if tokenizer is not None:
+            hf_tokenizer.describe(tmp, tokenizer)
         hf_files.write_json(tmp / "config.json", config)
         if not (tmp / "generation_config.json").exists():
             special = {n: config[n] for n in SPECIAL_TOKENS if config.get(n) is not None}

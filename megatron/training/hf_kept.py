@@ -57,8 +57,9 @@ def restore(built: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]
     config.update({n: built[n] for n in built if n in changed})
     config["architectures"] = [ARCHITECTURES[kept["model_type"]]]
     for name in _DTYPES:
-        if name in kept or name in built:
-            config[name] = built["torch_dtype"]
+        config.pop(name, None)
+    spelling = [name for name in _DTYPES if name in kept] or ["torch_dtype"]
+    config |= dict.fromkeys(spelling, built["torch_dtype"])
     if kept["model_type"] in PREDICTING:
         config["num_nextn_predict_layers"] = 0
     return config

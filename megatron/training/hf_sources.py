@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.config.data import TOKENIZER_FIELDS
 from megatron.core.dist_checkpointing import directory as place
 from megatron.core.dist_checkpointing import io, schema
 from megatron.core.dist_checkpointing.peers import Peers
@@ -36,6 +37,7 @@ class Source(Protocol):
 
     fields: dict[str, Any]
     tokenizer: dict[str, Path]
+    tokenizer_settings: dict[str, Any]
     special_tokens: dict[str, Any]
     kept: dict[str, Any]
     dtype: torch.dtype
@@ -84,6 +86,7 @@ class HfSource:
             hf_files.HfWeights(directory), hf_quantization.block_of(config)
         )
         self.tokenizer = hf_files.tokenizer_files(directory)
+        self.tokenizer_settings: dict[str, Any] = {}
         self.special_tokens = {n: config[n] for n in SPECIAL_TOKENS if n in config}
         self._prefix = ""
         if self.model_type == "gpt2" and "wte.weight" in self.weights:
@@ -231,6 +234,7 @@ class MegatronSource:
         # Settings that no such architecture has are refused before anything is written.
         self.model_type: str = hf_from_fields(self.fields, "float32", self.directory)["model_type"]
         self.tokenizer = _tokenizer_of(self.directory, settings)
+        self.tokenizer_settings = {n: settings.get(n) for n in TOKENIZER_FIELDS}
         kept = self.tokenizer.pop(hf_files.KEPT_CONFIG, None)
         self.kept = {} if kept is None else hf_kept.read(kept)
         self.special_tokens = dict(common.get("special_tokens") or _generation(self.tokenizer))

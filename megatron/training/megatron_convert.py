@@ -42,6 +42,7 @@ from megatron.training.hf_sources import check_vocabulary
 from megatron.training.safetensors_file import in_type
 
 _COUNTERS = ("num_floating_point_operations_so_far",)
+_RANDOM_PREFIX = schema.RNG_KEY.partition("/")[0]
 _VOCABULARY_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
@@ -307,7 +308,26 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(f"done: {result}\n")
+    lacking = _left_out(args.load_dir) if args.loader != "huggingface" else ""
+    if lacking:
+        sys.stdout.write(f"NOTE: left out: {lacking}; the result holds weights and settings\n")
     return 0
+
+
+def _left_out(load: Path) -> str:
+    """Name what a checkpoint holds beside weights and settings."""
+    found = place.find(load)
+    if found is None:
+        return ""
+    reader = io.open_checkpoint(found.directory, Peers(Axis.single("world")))
+    keys = [*reader.tensors, *reader.blobs]
+    parts = {
+        "the optimizer's state (give --no-load-optim to train on)": schema.OPTIMIZER_PREFIX,
+        "the FP8 state": schema.FP8_PREFIX,
+        "the random state": _RANDOM_PREFIX,
+    }
+    there = [name for name, prefix in parts.items() if any(k.startswith(prefix) for k in keys)]
+    return ", ".join(there)
 
 
 def _through_whole(load: Path, target: Target) -> Path:

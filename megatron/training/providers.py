@@ -35,6 +35,7 @@ from megatron.training.initialize import Runtime
 from megatron.training.progress import Progress
 from megatron.training.residual_entries import Residual
 
+_ROOMY = 1.5  # a vocabulary this many times larger than the tokenizer's is hardly meant
 _WIRE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -100,6 +101,23 @@ def with_tokenizer(runtime: Runtime) -> tuple[Runtime, Tokenizer]:
     if cfg.padded_vocab_size is None:
         runtime = replace(runtime, config=cfg.replace(vocab_size=tokenizer.vocab_size))
     return runtime, tokenizer
+
+
+def vocabulary_notices(cfg: RunConfig, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return a line if many rows of the embedding belong to no token.
+
+    Args:
+        cfg: The complete configuration.
+        tokenizer: Its tokenizer.
+    """
+    rows, ids = cfg.padded_vocab_size, tokenizer.vocab_size
+    if cfg.vocab_size is None or cfg.vocab_size <= _ROOMY * ids:
+        return ()
+    return (
+        f"the tokenizer has {ids:,} ids and the model {rows:,} rows (--vocab-size"
+        f" {cfg.vocab_size}): {rows - ids:,} rows of the embedding are never used; without"
+        " --vocab-size the tokenizer's ids decide",
+    )
 
 
 def build_gpt(

@@ -39,6 +39,7 @@ from megatron.training.providers import (
     count_parameters,
     setup_model,
     setup_sources,
+    vocabulary_notices,
     with_tokenizer,
 )
 from megatron.training.saver import PERSISTENT, Saver
@@ -62,7 +63,7 @@ class Trainer:
         self.config: RunConfig = self._runtime.config
         self.mesh = runtime.mesh
         self.progress = Progress()
-        self._notices = notices
+        self._notices = (*notices, *vocabulary_notices(self.config, self._tokenizer))
         self._bad_steps = 0
         self._batches = self.config.batches()
         self._last_iteration = int(self.config.train_iters)

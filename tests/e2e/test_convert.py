@@ -18,8 +18,15 @@ transformers = pytest.importorskip("transformers")
 
 from megatron.core.dist_checkpointing import schema  # noqa: E402
 from megatron.core.dist_checkpointing.storage import Reader  # noqa: E402
+from megatron.core.mesh import ParallelState  # noqa: E402
 from megatron.training import hf_config, hf_map, hf_rows, hf_verify  # noqa: E402
+from megatron.training.progress import Progress  # noqa: E402
 from tests.e2e.launch import launch  # noqa: E402
+from tests.saving import save_checkpoint  # noqa: E402
+from tests.small_models import LLAMA as LLAMA_HERE  # noqa: E402
+from tests.small_models import build_model, small_config  # noqa: E402
+from tests.unit.test_hf_tokenizer import EXACT  # noqa: E402
+from tests.unit.test_tokenizers import sentencepiece_model  # noqa: E402
 from tools.checkpoint import convert  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,7 +146,7 @@ def test_round_trip_is_bitwise_and_logits_agree(tmp_path, capsys, name):
         assert after[key].dtype == value.dtype
     old, new = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("hf", "back"))
     old.pop("transformers_version")
-    assert {**new, "torch_dtype": old["dtype"]} == {**old, "torch_dtype": new["torch_dtype"]}
+    assert new == old
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert torch.equal(logits(reloaded.eval(), tokens), logits(theirs, tokens))
     assert reloaded.config.vocab_size == VOCAB
@@ -174,7 +181,7 @@ def test_target_dtype(tmp_path, capsys):
     assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "back") == 0
     for key, value in state_of(tmp_path / "hf").items():
         assert torch.equal(value.bfloat16(), state_of(tmp_path / "back")[key])
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_the_router_of_a_bf16_model_keeps_its_bias_in_fp32(tmp_path):
@@ -209,6 +216,33 @@ def test_tokenizer_files_travel(tmp_path):
     run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "back", "--no-verify")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def trained_from_scratch(folder, **tokenizer):
+    """Save an untrained model as a run with this tokenizer does."""
+    config = small_config(**LLAMA_HERE, vocab_size=400, save=str(folder),
+                          save_interval=1, **tokenizer)  # fmt: skip
+    model, build = build_model(config)
+    save_checkpoint(config, ParallelState.single(), model=model, optimizer=None, scheduler=None,
+                    fp8=build.fp8, progress=Progress(iteration=3))  # fmt: skip
+
+
+def test_an_export_has_the_tokenizer_of_its_run(tmp_path, capsys):
+    path = sentencepiece_model(tmp_path / "own.model", add_dummy_prefix=False, **EXACT)
+    trained_from_scratch(tmp_path / "ckpt", tokenizer_model=path)
+    assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "hf", "--verify") == 0
+    assert "AutoTokenizer gives the run's ids for 4 texts" in capsys.readouterr().out
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((tmp_path / "hf" / name).read_text())
+        assert (values["bos_token_id"], values["eos_token_id"]) == (1, 2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.generation_config.eos_token_id == 2
+    # A model that rewrites its texts, which transformers' tokenizer does not.
+    rewrites = {**EXACT, "remove_extra_whitespaces": True}
+    sentencepiece_model(tmp_path / "own.model", **rewrites)
+    assert run("megatron", "huggingface", tmp_path / "ckpt", tmp_path / "other", "--verify") == 1
+    assert "LlamaTokenizer of transformers gives other ids" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 # ------------------------------------------------------------------ a wrong mapping is caught

@@ -397,3 +397,36 @@ class TestLaunchLines:
     def test_yaml_dump_of_every_line_loads(self):
         for line, world_size in TUTORIAL.values():
             assert yaml.safe_load(config(line, world_size).to_yaml())
+
+
+class TestFp8Defaults:
+    """A default that somebody wrote down asks for FP8 like any other value."""
+
+    @pytest.mark.parametrize(
+        ("line", "flag"),
+        [
+            ("--fp8-recipe delayed", "--fp8-recipe"),
+            ("--fp8-margin 0 --fp8-amax-history-len 1", "--fp8-margin, --fp8-amax-history-len"),
+            ("--fp8-emulate-accumulation fp32", "--fp8-emulate-accumulation"),
+            ("--fp4-format e2m1 --fp8-recipe delayed", "--fp8-recipe"),
+        ],
+    )
+    def test_without_a_format_it_is_refused(self, line, flag):
+        (problem,) = problems(f"{TINY} --bf16 {line}")
+        assert problem.startswith(f"{flag}: got no --fp8-format")
+
+    @pytest.mark.parametrize("extra", ["", "fp8_format: null\n"])
+    def test_a_file_that_lists_every_setting_loads(self, tmp_path, extra):
+        (tmp_path / "all.yaml").write_text(f"{extra}fp8_recipe: delayed\nfp8_margin: 0\n")
+        line = f"{TINY} --config {tmp_path / 'all.yaml'}"
+        if extra:
+            assert config(line) == config(TINY)
+        else:
+            assert problems(line)[0].startswith("--fp8-recipe, --fp8-margin")
+
+    def test_all_settings_of_a_checkpoint_build_a_configuration(self):
+        cfg = config(f"{TINY} --bf16")
+        saved = {n: v for n, v in cfg.to_dict().items() if n.startswith("fp8_") and v is not None}
+        assert saved["fp8_recipe"] == "delayed"
+        settable = {n: v for n, v in saved.items() if not SPECS[n].setting.derived}
+        assert cfg.replace(**settable) == cfg

@@ -56,6 +56,14 @@ class TestTheCommand:
         assert out.count("communication of a step") == 2
         assert out.splitlines()[-1].startswith("the dry run is done")
 
+    def test_rows_that_no_token_has_are_counted(self, capsys):
+        args = ["--tokenizer-type", "ByteLevelTokenizer", "--mock-data", *MODEL]
+        code, out, _ = run(capsys, *args, "--vocab-size", "1000")
+        assert code == 0
+        note = "NOTE: the tokenizer has 257 ids and the model 1,024 rows (--vocab-size 1000): 767"
+        assert out.count(note) == 1
+        assert "are never used" not in run(capsys, *args, "--vocab-size", "300")[1]
+
     def test_the_experts_have_a_mesh_of_their_own(self, capsys):
         experts = ["--num-experts", "4", "--disable-bias-linear"]
         sizes = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1", *PP2]

@@ -78,6 +78,17 @@ def test_a_batch_of_different_lengths_gives_what_each_gives_alone(settings):
         assert found == generate(model, [prompt], 10, GREEDY)[0]
 
 
+def test_ids_that_the_tokenizer_does_not_have_are_never_chosen():
+    model, _ = model_for()
+    known = min(generate(model, [[3], [7, 1]], 10, GREEDY)[0])
+    hot = Sampling(temperature=1e6)  # every id is as probable as any other
+    for sampling in (GREEDY, hot):
+        found = generate(model, [[3], [7, 1]], 10, sampling, vocab_size=known)
+        assert max(map(max, found)) < known
+    found = generate(model, [[3]], 10, hot, vocab_size=model.vocab_size + 9)
+    assert max(found[0]) < model.vocab_size
+
+
 def test_a_sequence_ends_at_the_end_of_document_and_the_others_go_on():
     model, _ = model_for()
     plain = generate(model, [[3], [7, 1]], 10, GREEDY)

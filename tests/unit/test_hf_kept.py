@@ -25,6 +25,14 @@ def test_everything_that_still_holds_comes_back():
     assert back(kept) == expected
 
 
+def test_one_spelling_of_the_type_is_written():
+    kept = {n: v for n, v in LLAMA.items() if n != "torch_dtype"}
+    newer = back({**kept, "dtype": "float32"})
+    assert (newer["dtype"], "torch_dtype" in newer) == ("bfloat16", False)
+    older = back(kept)
+    assert (older["torch_dtype"], "dtype" in older) == ("bfloat16", False)
+
+
 def test_a_relative_keeps_its_name():
     mistral = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     assert back({**mistral, "sliding_window": None})["architectures"] == ["MistralForCausalLM"]

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing import mp_ranks
 from megatron.core.dist_checkpointing.mp_reader import open_reader
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import ParallelState
+from megatron.core.optimizer import build_optimizer
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.foreign_state import check_optimizer_form
 from megatron.training.megatron_convert import Target, convert
@@ -256,7 +257,29 @@ def test_the_command_line(originals, tmp_path, capsys):
     line = ["--model-type", "GPT", "--loader", "mcore", "--saver", "torch", "--load-dir", str(root),
             "--save-dir", str(tmp_path / "out"), "--target-tensor-parallel-size"]  # fmt: skip
     assert convert_tool.main([*line, "2"]) == 0
-    assert "iter_0000009" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "iter_0000009" in out
+    assert "left out: the random state; the result" in out
     assert mp_ranks.is_one(tmp_path / "out" / "iter_0000009")
     assert convert_tool.main([*line, "5"]) == 1
     assert "--num-query-groups" in capsys.readouterr().err
+
+
+def test_what_stays_behind_is_named(tmp_path, capsys):
+    fields = {"bf16": True, "fp8_format": "hybrid", "train_iters": 2, "lr": 1e-3}
+    config = small_config(**LLAMA, **fields, save=str(tmp_path / "in"), save_interval=1)
+    model, build = build_model(config)
+    optimizer = build_optimizer(config, model, ParallelState.single())
+    save_checkpoint(
+        config, ParallelState.single(), model=model, optimizer=optimizer, scheduler=None,
+        fp8=build.fp8, progress=Progress(iteration=1),
+    )  # fmt: skip
+    line = ["--model-type", "GPT", "--loader", "megatron", "--saver", "torch"]
+    places = ["--load-dir", str(tmp_path / "in"), "--save-dir", str(tmp_path / "out")]
+    assert convert_tool.main([*line, *places]) == 0
+    said = capsys.readouterr().out
+    assert said.index("done: ") < said.index("left out: the optimizer's state (give")
+    assert "the FP8 state, the random state" in said
+    back = ["--load-dir", str(tmp_path / "out"), "--save-dir", str(tmp_path / "back")]
+    assert convert_tool.main([*line[:-1], "megatron", *back]) == 0
+    assert "left out" not in capsys.readouterr().out

@@ -96,6 +96,17 @@ def test_a_tokenizer_may_be_named_with_all_its_flags(trained, capsys):
     assert other == own
 
 
+def test_only_ids_of_the_tokenizer_are_generated(trained, tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    words = {word: number for number, word in enumerate("abcdefghi")}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a")).save(str(path))
+    args = ["--load", str(trained[0]), "--temperature", "1e6", "--max-new-tokens", "30", "--json"]
+    named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(path)]
+    assert tool("generate").main([*args, *named, "--prompt", "b"]) == 0
+    assert max(json.loads(capsys.readouterr().out)["tokens"]) < 9
+
+
 def test_generate_reads_prompts_from_a_file(trained, tmp_path, capsys):
     folder, _, _ = trained
     (tmp_path / "prompts.txt").write_text("a\n\nb\n")

@@ -34,6 +34,7 @@ from megatron.training import (  # noqa: E402
     hf_convert,
     hf_files,
     hf_quantization,
+    hf_tokenizer,
     hf_verify,
     megatron_convert,
 )
@@ -268,6 +269,9 @@ def _verify(
         fp8=hf_convert.exporter(request, source), streamed=streamed,
     )  # fmt: skip
     print(f"verified: all tensors equal; {report.line()}")
+    tokenizer = hf_tokenizer.of_run(source, say=lambda _: None)
+    if request.saver == "huggingface" and tokenizer is not None:
+        print(hf_tokenizer.compare(result, tokenizer, hf_verify.import_transformers()))
 
 
 if __name__ == "__main__":

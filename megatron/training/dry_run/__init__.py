@@ -31,6 +31,7 @@ from megatron.training.dry_run.checks import (
 )
 from megatron.training.dry_run.ranks import World
 from megatron.training.dry_run.trace import Trace, build_rank
+from megatron.training.providers import vocabulary_notices
 from megatron.training.snapshot import changing_tensors
 
 Say = Callable[[str], None]
@@ -54,6 +55,8 @@ def dry_run(cfg: RunConfig, notices: Iterable[str], say: Say) -> None:
         if warning:
             say(f"WARNING: {warning}")
     planned, tokenizer = complete(cfg)
+    for notice in vocabulary_notices(planned, tokenizer):
+        say(f"NOTE: {notice}")
     plan = planned.batches()
     cfg = planned.with_batch(plan.largest)
     _show(say, report.mesh_lines(cfg, check_groups(cfg)))

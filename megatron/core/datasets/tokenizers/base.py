@@ -53,6 +53,11 @@ class Tokenizer(ABC):
         del name
         return None
 
+    def token_name(self, number: int) -> str | None:
+        """Return how the tokenizer's files spell an id, None if they do not."""
+        del number
+        return None
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids."""

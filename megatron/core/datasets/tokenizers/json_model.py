@@ -37,6 +37,11 @@ class _PackageTokenizer(Tokenizer):
         number: int | None = self._model.token_to_id(name)
         return number
 
+    def token_name(self, number: int) -> str | None:
+        """Return the token of an id, None if there is none."""
+        token: str | None = self._model.id_to_token(number)
+        return token
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids, special tokens spelled out."""
         text: str = self._model.decode([int(number) for number in ids], skip_special_tokens=False)

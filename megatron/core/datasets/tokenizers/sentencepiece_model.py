@@ -50,6 +50,10 @@ class SentencePieceTokenizer(Tokenizer):
         number = int(self._model.piece_to_id(name))
         return number if self._model.id_to_piece(number) == name else None
 
+    def token_name(self, number: int) -> str | None:
+        """Return the piece of an id, None if there is none."""
+        return self._model.id_to_piece(number) if 0 <= number < self.vocab_size else None
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids; begin, end and padding have none."""
         text: str = self._model.decode([int(number) for number in ids])

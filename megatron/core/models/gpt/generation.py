@@ -93,6 +93,7 @@ def generate(
     sampling: Sampling,
     *,
     eod: int | None = None,
+    vocab_size: int | None = None,
 ) -> list[list[int]]:
     """Continue every prompt.
 
@@ -105,6 +106,8 @@ def generate(
         max_new_tokens: Longest continuation.
         sampling: How tokens are chosen.
         eod: Token that ends a sequence; it is not part of the result.
+        vocab_size: Choose among this many first ids, those that the tokenizer has; None for all
+            of the model's.
 
     Returns:
         The continuations, without the prompts.
@@ -123,11 +126,12 @@ def generate(
     ends = lengths + max_new_tokens
     finished = torch.zeros(len(prompts), dtype=torch.bool)
     cache = KVCache(total)
+    known = min(model.vocab_size, vocab_size or model.vocab_size)
     here = int(lengths.min())
     while here < total and not bool(finished.all()):
         new = rows[:, cache.length : here].to(device)
         logits = model(new, cache.positions(new), cache=cache)[:, -1:]
-        logits = all_gather(logits, model.axis, dim=-1)[:, 0, : model.vocab_size]
+        logits = all_gather(logits, model.axis, dim=-1)[:, 0, :known]
         chosen = choose(logits, sampling, generator)
         choosing = (lengths <= here) & ~finished
         rows[:, here] = torch.where(choosing, chosen, rows[:, here])
