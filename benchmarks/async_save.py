@@ -85,14 +85,16 @@ class TimedBuffers(HostBuffers):
 
 
 class Timed:
-    """Runs steps and notes how long they take, by the clock and by the thread's own time."""
+    """Runs steps as a run does, and notes how long they take, by the clock and by the thread's own
+    time."""
 
     def __init__(self, step: TrainStep) -> None:
         self._step, self._done = step, 0
 
-    def __call__(self) -> tuple[float, float]:
+    def __call__(self, saver: Saver) -> tuple[float, float]:
         wall, own = time.perf_counter(), time.thread_time()
         self._step.run(self._done + 1, 2 * self._done)
+        saver.poll()
         self._done += 1
         return time.perf_counter() - wall, time.thread_time() - own
 
@@ -113,7 +115,7 @@ def main() -> None:
     )
     step = Timed(training)
     for _ in range(3):
-        step()
+        step(behind)
     waits: dict[str, list[float]] = {"sync": [], "async": []}
     steps: dict[str, list[tuple[float, float]]] = {"during": [], "between": []}
     for number in range(1, args.rounds + 1):
@@ -123,10 +125,9 @@ def main() -> None:
             waits[kind].append(time.perf_counter() - begun)
         count = 0
         while behind.is_saving:
-            steps["during"].append(step())
-            behind.poll()
+            steps["during"].append(step(behind))
             count += 1
-        steps["between"] += [step() for _ in range(max(count, 3))]
+        steps["between"] += [step(behind) for _ in range(max(count, 3))]
     for saver in (sync, behind):
         saver.close()
     report(waits, buffers.seconds, steps)

@@ -190,6 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_ARGUMENTS
+    except BrokenPipeError:
+        raise  # nobody reads on: `run_tool` ends the program quietly
     except (MegatronError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

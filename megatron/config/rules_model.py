@@ -280,14 +280,23 @@ def fp8_settings_need_fp8(c: Draft) -> Iterator[Problem]:
         names = (*names, "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
     if recipe_of(c) is None:
         names = (*names, "fp8_wgrad", "first_last_layers_bf16", "fp8_warmup_iters", "fp8_policy")
-    changed = tuple(flag_of(n) for n in names if c.values[n] != SPECS[n].default)
-    if changed:
+    asked = tuple(flag_of(n) for n in names if _asks_for_fp8(c, n))
+    if asked:
         yield Problem(
-            changed,
+            asked,
             "no --fp8-format",
             "Without --fp8-format nothing runs in FP8",
             f"Add --fp8-format {published_format(c.fp8_recipe)}, or remove the other FP8 flags",
         )
+
+
+def _asks_for_fp8(c: Draft, name: str) -> bool:
+    """Whether a setting was given, were it to its default, and not beside `fp8_format: null`."""
+    if c.values[name] != SPECS[name].default:
+        return True
+    switched_off = "fp8_format" in c.given  # in words: a file that lists every setting
+    nothing = name == "fp8_warmup_iters" or isinstance(c.given.get(name), bool)
+    return c.was_given(name) and not switched_off and not nothing
 
 
 @rule

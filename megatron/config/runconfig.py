@@ -87,8 +87,9 @@ class RunConfig:
             ConfigError: The result cannot work.
         """
         world_size = fields.pop("world_size", self.parallel.world_size)
-        merged = {**self.given, **fields}
-        return finalize({k: v for k, v in merged.items() if v is not None}, world_size)
+        kept = {k: v for k, v in self.given.items() if k not in fields}
+        changed = {k: v for k, v in fields.items() if v is not None}
+        return finalize(kept | changed, world_size)
 
     def batches(self) -> BatchSchedule:
         """Return the plan of the global batch, which has one size unless it was said otherwise."""

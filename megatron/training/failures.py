@@ -78,6 +78,18 @@ class Report:
         trace: TracebackType | None,
     ) -> bool:
         """Report an exception and swallow it; SystemExit passes."""
+        try:
+            return self._report(kind, error, trace)
+        except KeyboardInterrupt:  # while it ends anyway
+            self.exit_code = self.exit_code or INTERRUPTED
+            return True
+
+    def _report(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
         if not (isinstance(error, Exception) and lost_contact(error)):
             self.leave()
         if isinstance(error, BrokenPipeError) and output_is_closed():

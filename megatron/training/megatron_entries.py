@@ -49,7 +49,8 @@ def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizer(cfg: RunConfig, scalars: Mapping[str, Any], lr: Mapping[str, Any]) -> dict[Any, Any]:
     """Hyperparameters by group, and the loss scale, of one optimizer or, by number, of two.
 
-    Experts have the second. Its schedule writes rate and decay of the next step into the groups.
+    Experts have the second where there is expert parallelism. Megatron-LM's schedule writes rate
+    and decay of the next step into the groups.
     """
     common = {
         "lr_mult": 1.0,
@@ -79,6 +80,6 @@ def _optimizer(cfg: RunConfig, scalars: Mapping[str, Any], lr: Mapping[str, Any]
         return entry
 
     dense = optimizer(False, (1.0, 0.0))  # norms and biases do not decay
-    if cfg.num_experts is None:
+    if cfg.num_experts is None or cfg.expert_model_parallel_size == 1:
         return dense
     return {0: dense, 1: optimizer(True, (1.0,))}  # experts have matrices only

@@ -29,6 +29,7 @@ from megatron.core.shards import (
     shard_axis,
 )
 from megatron.training.checkpointing import load_checkpoint
+from megatron.training.foreign_state import LR_NAMES, WD_NAMES
 from megatron.training.progress import Progress
 from tests.distpool import run_ranks
 from tests.saving import save_checkpoint
@@ -134,10 +135,11 @@ class Schedule:
         self.samples = 0
 
     def state_dict(self):
-        return {"samples": self.samples}
+        shape = {k: dict.fromkeys(n.values()) for k, n in (("lr", LR_NAMES), ("wd", WD_NAMES))}
+        return {"num_samples": self.samples, **shape}
 
     def load_state_dict(self, state):
-        self.samples = state["samples"]
+        self.samples = state["num_samples"]
 
 
 class Scales:
@@ -174,6 +176,7 @@ def config(root, **fields):
         "no_load_rng": False, "finetune": False, "exit_on_missing_checkpoint": False,
         "fp8_amax_reduction": "tp-cp-dp", "num_experts": EXPERTS, "moe_layer_freq": "1",
         "non_persistent_ckpt_type": None, "no_ckpt_fallback": False,
+        "use_checkpoint_opt_param_scheduler": False, "optimizer": "sgd",
         "ckpt_fully_parallel_load": False, **fields,
     }  # fmt: skip
     names = ("num_layers", "hidden_size", "vocab_size", "num_experts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from parity import BASE, Outcome, SyntheticSource, run_layout, worst
 from megatron.config import make_config
 from megatron.core.mesh import ParallelState
 from megatron.core.pipeline_parallel.p2p import Pipes
-from megatron.core.pipeline_parallel.schedule import Action
+from megatron.core.pipeline_parallel.schedule import Action, Op
 from megatron.training.initialize import Launch, start
 from megatron.training.providers import setup_model
 from megatron.training.step import TrainStep
@@ -275,23 +276,35 @@ def test_transfers_are_under_way_while_a_stage_computes_and_none_is_left(layout)
         assert {flying for flying, *_ in other} == {0}
 
 
-def leaving(rank, world_size):
+def leaving(rank, world_size, awaited):
     """The last stage vanishes in its first step, while the first one awaits a gradient."""
     cfg = make_config(world_size=world_size, **{**BASE, "train_iters": 2, **PP2})
     runtime = start(cfg, Launch(rank, world_size, rank, world_size))
     parts = setup_model(cfg, runtime)
     step = TrainStep(cfg, runtime, parts, SyntheticSource(cfg, runtime.mesh.dp.size))
+    backward = step._runner._handlers[Op.B]
+
+    def leave(*_, **__):
+        while not awaited.exists():
+            time.sleep(0.01)
+        os._exit(7)
+
+    def told(action):
+        awaited.touch()
+        backward(action)
+
     if rank == 1:
-        parts.model.forward = lambda *_, **__: os._exit(7)
+        parts.model.forward = leave
+    step._runner._handlers[Op.B] = told
     try:
         step.run(1, 0)
     except RuntimeError as error:
         raise RuntimeError(f"{step.current}: {error}") from None
 
 
-def test_a_lost_rank_is_noticed_where_its_tensor_is_awaited():
+def test_a_lost_rank_is_noticed_where_its_tensor_is_awaited(tmp_path):
     with pytest.raises(RankError, match=r"0B0: .*(closed|reset)") as caught:
-        run_ranks(leaving, 2, detail=False)
+        run_ranks(leaving, 2, tmp_path / "awaited", detail=False)
     assert "rank 1 died, exit code 7" in str(caught.value)
 
 

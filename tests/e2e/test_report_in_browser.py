@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -72,10 +73,14 @@ def browse(page, tmp_path, *args, where=""):
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        "--disable-dev-shm-usage",
         "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
         "--window-size=1280,1800", *args, f"{page.as_uri()}{where}",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )  # fmt: skip
     console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
     assert done.returncode == 0, done.stderr
     assert console == []

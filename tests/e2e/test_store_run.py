@@ -16,6 +16,8 @@ from megatron.core.dist_checkpointing.store import path_of
 from tests import object_store
 from tests.e2e.launch import ROOT, launch
 from tests.e2e.refusals import MOCK, TP2, accepted, changed, refused
+from tests.e2e.test_convert import make_model, state_of
+from tests.e2e.test_convert import run as convert
 from tests.object_store import FlatStore, ThrottledError
 
 URL = "flat://bucket/run"
@@ -125,3 +127,23 @@ def test_a_signal_with_a_deadline():
     found = place.find(path_of(URL))
     assert found is not None
     assert not [n for n in path_of(URL).sizes() if ".incomplete" in n or ".lock" in n]
+
+
+def test_conversions(tmp_path, capsys):
+    make_model("llama", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text('{"x": 1}')
+    assert convert("huggingface", "megatron", tmp_path / "hf", URL) == 0
+    assert "verified: all tensors equal" in capsys.readouterr().out
+    assert (path_of(URL) / "release" / "tokenizer" / "tokenizer.json").is_file()
+    assert convert("megatron", "megatron", URL, "flat://bucket/copy") == 0
+    assert convert("megatron", "huggingface", "flat://bucket/copy", tmp_path / "back") == 0
+    before, after = state_of(tmp_path / "hf"), state_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert convert("megatron", "huggingface", URL, tmp_path / "with", "--no-verify") == 0
+    assert (tmp_path / "with" / "tokenizer.json").read_text() == '{"x": 1}'
+    capsys.readouterr()
+    assert convert("huggingface", "torch", tmp_path / "hf", "flat://bucket/ranks") == 1
+    assert "--save-dir: got flat://bucket/ranks. The format torch is" in capsys.readouterr().err
+    assert convert("huggingface", "megatron", "flat://bucket/hf", tmp_path / "x") == 1
+    assert "--load-dir: got flat://bucket/hf. The format hugg" in capsys.readouterr().err

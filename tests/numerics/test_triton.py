@@ -27,7 +27,7 @@ def test_interpreted_kernels_are_bitwise_plain_torch():
         cwd=HERE.parents[1],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
         check=False,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]

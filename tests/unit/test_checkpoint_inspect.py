@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.shard import whole
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.mesh import Axis, ParallelState
+from megatron.training.checkpoint_config import read_common
 from megatron.training.inspection.compare import compare
 from megatron.training.progress import Progress
 from tests.saving import save_checkpoint
@@ -223,6 +224,7 @@ def test_a_pruned_copy_is_smaller_and_loads(trained, tmp_path, capsys):
     reader = Reader(out / "iter_0000002")
     assert not [k for k in reader.tensors if k.startswith(("optimizer.", "fp8_state."))]
     assert not [k for k in reader.blobs if k.startswith("rng_state")]
+    assert read_common(reader)["optimizer"] is None  # nor Megatron-LM's entry
     assert run(capsys, "diff", trained, out, "--weights")[0] == 0
     assert run(capsys, "diff", trained, out)[0] == 1
     cfg, mesh, parts, _ = build(0, 1, load=str(out), no_load_optim=True, no_load_rng=True, **FP8)

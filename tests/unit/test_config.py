@@ -235,6 +235,12 @@ class TestRunConfig:
             tiny(seed=7, global_batch_size=4).replace(seed=None, global_batch_size=None) == tiny()
         )
 
+    def test_replace_keeps_what_was_switched_off_in_words(self):
+        cfg = tiny(fp8_format=None, fp8_recipe="delayed")
+        assert cfg.replace(seed=7) == tiny(seed=7)
+        with pytest.raises(ConfigError, match="--fp8-recipe"):
+            cfg.replace(fp8_format=None)  # now nobody says so any more
+
     def test_replace_checks(self):
         with pytest.raises(ConfigError, match="--num-attention-heads"):
             tiny().replace(num_attention_heads=7)

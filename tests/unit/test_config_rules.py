@@ -89,6 +89,10 @@ REFUSED = [
     # FP8
     ({"fp8_recipe": "tensorwise"}, "--fp8-recipe", ["Add --fp8-format hybrid"]),
     ({"fp8_recipe": "mxfp8"}, "--fp8-recipe", ["Add --fp8-format e4m3"]),
+    ({"fp8_recipe": "delayed"}, "--fp8-recipe", ["Add --fp8-format hybrid"]),
+    ({"fp8_margin": 0, "fp8_amax_history_len": 1}, "--fp8-margin", ["--fp8-amax-history-len"]),
+    ({"fp8_emulate_accumulation": "fp32"}, "--fp8-emulate-accumulation", ["--fp8-format"]),
+    ({"fp4_format": "e2m1", "fp8_recipe": "delayed"}, "--fp8-recipe", ["no --fp8-format"]),
     ({"fp8_amax_history_len": 16}, "--fp8-amax-history-len", ["--fp8-format"]),
     ({"fp8_wgrad": False}, "--no-fp8-wgrad", ["--fp8-format"]),
     ({**FP8, "fp4_format": "e2m1"}, "--fp8-format", ["hybrid and e2m1", "Remove one"]),
@@ -713,6 +717,8 @@ ACCEPTED = [
     {**FP8, **ATTENTION, "fp8_dpa_bwd": False, "bf16": True},
     {**FP8, **ATTENTION, "fp8_recipe": "tensorwise", "recompute_granularity": "selective"},
     {**FP8},  # float32 parameters
+    {"fp8_format": None, "fp8_recipe": "delayed", "fp8_margin": 0},  # switched off in words
+    {"fp8_warmup_iters": 0},
     {**FP8, "fp16": True},
     {**FP8, "fp8_recipe": "blockwise", "fp8_emulate_accumulation": "hopper"},
     {**FP8, "fp8_recipe": "mxfp8", "first_last_layers_bf16": True},

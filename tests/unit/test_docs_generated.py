@@ -24,7 +24,7 @@ def test_check_mode_agrees():
         [sys.executable, str(ROOT / "tools" / "gen_docs.py"), "--check"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout
 

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron.observe.run_log import LoggedEvent, RunLogError, find_log, read_log
+from tools import fp8_report
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import fp8_report  # noqa: E402
 
 START = {"config": {"fp8_format": "hybrid", "fp8_stats_interval": 5}, "iteration": 0}
 PATHS = ("decoder.layers.0.a", "decoder.layers.1.a")

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from unit.test_tool_output import with_closed_output
 
+from megatron.config.tool_flags import CLOSED_PIPE
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
 
 TOOL = Path(__file__).resolve().parents[2] / "tools/inspect_data.py"
@@ -51,6 +53,14 @@ def test_figures_and_documents(tmp_path, capsys):
     few = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
     assert tool.main(["corpus", prefix, "--document", "1", *few]) == 1
     assert "Document 1 has id 12" in capsys.readouterr().err
+
+
+def test_nobody_reads_a_long_document_to_its_end(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "long") as builder:
+        builder.add_document([7] * 100_000)
+        builder.finalize()
+    command = [str(TOOL), "corpus", str(tmp_path / "long"), "--document", "0"]
+    assert with_closed_output(*command) == (CLOSED_PIPE, "")
 
 
 RUN = [

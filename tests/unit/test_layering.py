@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -302,3 +303,10 @@ class TestTheWalkItself:
         assert sibling("megatron.core.optimizer.lr") == "megatron.core.optimizer"
         assert sibling("megatron.core.tensor_parallel.layers") is None
         assert sibling("megatron.core.pipeline_parallel.schedules") is None
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Pytest imports them by name: two of one name cannot be collected in one run."""
+    names = sorted(p.name for p in (ROOT / "tests").rglob("test_*.py"))
+    assert len(names) > 100
+    assert [name for name, after in itertools.pairwise(names) if name == after] == []

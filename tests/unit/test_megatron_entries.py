@@ -39,13 +39,17 @@ def test_groups_are_those_of_megatron_lm():
 
 
 def test_experts_have_an_optimizer_of_their_own():
-    found = entries(**EXPERTS)
+    """If there is expert parallelism; else they are in the one for all."""
+    assert identities(entries(**EXPERTS)["optimizer"]) == DENSE
+    found = entries(**EXPERTS, world_size=2, expert_model_parallel_size=2)
     assert found["content_metadata"]["chained_optim_avoid_prefix"]
     assert identities(found["optimizer"][0]) == DENSE
     assert identities(found["optimizer"][1]) == [(1.0, 1.0, True, False)]
 
 
-@pytest.mark.parametrize("settings", [{}, EXPERTS])
+@pytest.mark.parametrize(
+    "settings", [{}, {**EXPERTS, "world_size": 2, "expert_model_parallel_size": 2}]
+)
 def test_read_as_theirs_they_are_ours(settings):
     scaler = DynamicLossScale(initial=512.0)
     scaler.update(True)

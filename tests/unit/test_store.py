@@ -105,11 +105,12 @@ def test_reading_asks_for_no_more_than_it_must(root):
         assert (file.seek(90), file.read(4), file.read(), file.read()) == (
             90, bytes(range(90, 94)), bytes(range(94, 100)), b"",
         )  # fmt: skip
-    parts, FlatStore.requests = store.Parts(), []
+    parts, requests = store.Parts(), []
+    FlatStore.asked = staticmethod(lambda what, key: requests.append((what, key)))
     for start in range(0, 90, 10):
         assert parts.read(root / "a", start, 10) == bytes(range(start, start + 10))
     assert parts.read(root / "a", 95, 10) == bytes(range(95, 100))
-    assert FlatStore.requests.count(("get", "bucket/run/a")) == 3
+    assert requests.count(("get", "bucket/run/a")) == 3
 
 
 # -- saving ----------------------------------------------------------------------------------------
@@ -305,6 +306,19 @@ def test_a_store_that_cannot_be_written_to(root):
     FlatStore.before = Failing()
     place.check_writable(root)
     assert objects(root) == []
+
+
+def test_a_store_that_does_not_answer_is_not_an_empty_one(root):
+    save(root, 1)
+    FlatStore.asked = Failing(since=1)
+    for question in (place.find, place.committed, uploads.clean, lock.take):
+        with pytest.raises((OSError, CheckpointError), match="SlowDown"):
+            question(root)
+    with pytest.raises(OSError, match="SlowDown"):
+        (root / "iter_0000001").sizes()
+    FlatStore.asked = Failing([1, 2, 4, 5])  # what is asked again is answered
+    assert latest(root) == 1.0
+    FlatStore.asked = staticmethod(lambda what, key: None)
 
 
 # -- the lock --------------------------------------------------------------------------------------

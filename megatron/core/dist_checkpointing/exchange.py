@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.peers import Peers
 from megatron.core.dist_checkpointing.schema import is_expert_key
 from megatron.core.dist_checkpointing.shard import Sharded
 from megatron.core.dist_checkpointing.storage import Job, Reader
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, UnusableCheckpointError
 from megatron.core.mesh import Axis, ParallelState
 from megatron.core.tensor_parallel.mappings import gather_objects
 
@@ -118,7 +118,7 @@ def _rounds(needs: Sequence[Sequence[tuple[Place, int]]]) -> Iterator[list[_Bloc
 def _read(reader: Reader, job: Job) -> Tensor:
     stored = reader.stored(job)
     if tuple(stored.shape) != job.shape or stored.dtype != job.dtype:
-        raise CheckpointError(
+        raise UnusableCheckpointError(
             f"{reader.directory / job.place[0]}: {job.key} holds {stored.dtype} "
             f"{tuple(stored.shape)} where the index says {job.dtype} {job.shape}."
         )

@@ -6,7 +6,6 @@ same error on all ranks and never a hang.
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.shard import Sharded
 from megatron.core.dist_checkpointing.storage import ChecksumWriter, FileRecord, Reader
 from megatron.core.dist_checkpointing.store import persistently
-from megatron.core.dist_checkpointing.writing import HostBuffers, Share, ShareWriter
+from megatron.core.dist_checkpointing.writing import HostBuffers, Share, ShareWriter, unpacked
 from megatron.core.errors import CheckpointError, UnusableCheckpointError
 
 
@@ -220,7 +219,7 @@ class Saving:
         if self._care.lock is not None:
             self._care.lock.confirm()  # first: the files of another job are none to discard
         try:
-            records = self._join([pickle.loads(share) for share in packed])
+            records = self._join([unpacked(share) for share in packed])
             if check is not None:
                 check(self._tmp)
             final = place.commit(self._tmp, records)

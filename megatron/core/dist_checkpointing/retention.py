@@ -110,6 +110,8 @@ def _is_ours(directory: Path) -> bool:
     if records is None or directory.is_symlink():
         return False
     own = {*records, place.MANIFEST_FILE, place.MARKER_FILE}
+    if isinstance(directory, StorePath):
+        return set(directory.sizes()) <= own
     files = {
         str(p.relative_to(directory))
         for p in directory.rglob("*")

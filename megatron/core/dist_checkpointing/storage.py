@@ -48,7 +48,7 @@ from megatron.core.files import sync
 
 INDEX_FILE = ".metadata"
 _COPY_BYTES = 16 << 20
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 4 << 20
 _SHOWN = 3  # problems in a message
 _LEAD_S = 0.01
 
@@ -70,7 +70,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._hurry = threading.Event()
-        self._since_sync = 0
+        self._since_sync = self._since_rest = 0
+        self._worked_s = 0.0
 
     def begin(self) -> None:
         """Let the run go on first, which has just asked for the writer."""
@@ -82,11 +83,17 @@ class Pace:
 
     def rest(self, file: IO[bytes], num_bytes: int, begun: float) -> None:
         """Rest after so many bytes, written since `begun` by the monotonic clock."""
+        if self._hurry.is_set():
+            return
         self._since_sync += num_bytes
-        if self._since_sync >= _COPY_BYTES and not self._hurry.is_set():
+        self._since_rest += num_bytes
+        if self._since_sync >= _COPY_BYTES:
             self._since_sync = 0
             sync(file)
-        self._hurry.wait(time.monotonic() - begun)
+        self._worked_s += time.monotonic() - begun
+        if self._since_rest >= _PIECE_BYTES:  # many short rests cost more than they give
+            worked, self._worked_s, self._since_rest = self._worked_s, 0.0, 0
+            self._hurry.wait(worked)
 
 
 class _ChecksumStream(io.RawIOBase):

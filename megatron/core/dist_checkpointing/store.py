@@ -77,8 +77,15 @@ class StorePath(PosixPath):
     # -- looking ---------------------------------------------------------------------------------
 
     def is_file(self, **options: Any) -> bool:
-        """Whether there is an object of this name."""
-        return bool(self._ask(lambda files, key: files.isfile(key)))
+        """Whether there is an object of this name.
+
+        Raises:
+            OSError: The store does not say; fsspec's own question takes that for a no.
+        """
+        try:
+            return bool(self._ask(lambda files, key: files.info(key)["type"] == "file"))
+        except FileNotFoundError:
+            return False
 
     def is_dir(self, **options: Any) -> bool:
         """Whether names go on from here."""
@@ -106,28 +113,39 @@ class StorePath(PosixPath):
 
     def iterdir(self) -> Generator[StorePath, None, None]:
         """Yield what is directly below."""
+        yield from (self / name for name in sorted(self._entries()))
 
-        def listed(files: Any, key: str) -> list[str]:
-            files.invalidate_cache()
-            own = key.rstrip("/")
-            names = [name.rstrip("/") for name in files.ls(key, detail=False)]
-            return sorted({n.rpartition("/")[2] for n in names if n != own})
+    def _entries(self) -> dict[str, int | None]:
+        """Return the names directly below and the sizes of objects; None for further levels."""
 
-        yield from (self / name for name in self._ask(listed))
+        def listed(files: Any, key: str) -> dict[str, int | None]:
+            own, found = key.rstrip("/"), {}
+            for entry in files.ls(key, detail=True):
+                name = entry["name"].rstrip("/")
+                if name != own:  # a mark of an empty directory
+                    is_object = entry["type"] == "file"
+                    found[name.rpartition("/")[2]] = int(entry["size"]) if is_object else None
+            return found
+
+        return self._ask(listed)
 
     def sizes(self) -> dict[str, int]:
-        """Return relative name -> bytes of every object below, by one listing."""
+        """Return relative name -> bytes of every object below, by one listing a level.
 
-        def found(files: Any, key: str) -> dict[str, int]:
-            files.invalidate_cache()
-            start = key.rstrip("/") + "/"
-            every = files.find(key, detail=True)
-            return {n[len(start) :]: i["size"] for n, i in every.items() if n.startswith(start)}
-
+        Raises:
+            OSError: The store does not say; fsspec's own walk leaves such levels out.
+        """
         try:
-            return self._ask(found)
+            entries = self._entries()
         except FileNotFoundError:
             return {}
+        found: dict[str, int] = {}
+        for name, size in entries.items():
+            if size is not None:
+                found[name] = size
+            else:
+                found |= {f"{name}/{n}": below for n, below in (self / name).sizes().items()}
+        return found
 
     def rglob(self, pattern: str, **options: Any) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield every object below; the only pattern is ``*``."""
@@ -210,6 +228,8 @@ class StorePath(PosixPath):
         try:
             if start not in _REACHED:  # fsspec's own memory of it is one for each thread
                 _REACHED[start] = url_to_fs(start[1])[0]
+                if hasattr(_REACHED[start], "dircache"):
+                    _REACHED[start].dircache.use_listings_cache = False
         except (ImportError, ValueError) as error:
             known = ", ".join(sorted(n for n in ("s3", "gs", "az") if _is_there(n))) or "none"
             raise CheckpointError(
@@ -233,6 +253,7 @@ class StorePath(PosixPath):
             OSError: It did not do it.
         """
         files, key = self.reach()
+        files.invalidate_cache()
         return persistently(lambda: work(files, key), self)
 
 
@@ -271,7 +292,7 @@ def _as_os_error(error: Exception, path: PurePath) -> OSError:
     if isinstance(error, OSError) and error.strerror is not None:
         return error
     if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(errno.ENOENT, "There is no such object", str(path))
+        return FileNotFoundError(errno.ENOENT, "There is no such object, or no bucket", str(path))
     if isinstance(error, PermissionError):
         return PermissionError(errno.EACCES, text, str(path))
     return OSError(errno.EIO, f"{type(error).__name__}: {text}", str(path))

@@ -20,13 +20,17 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from megatron.core.dist_checkpointing import directory as place
+from megatron.core.dist_checkpointing.container import Frames
 from megatron.core.dist_checkpointing.shard import Piece, Sharded
 from megatron.core.dist_checkpointing.storage import (
     ChecksumWriter,
@@ -46,9 +50,13 @@ class HostBuffers:
     """Room in host memory for one checkpoint's blocks, used again by the next one.
 
     On a GPU the room is page-locked, so that copies run at the speed of the bus.
+
+    Attributes:
+        frames: What surrounds blocks in a file, used again as well.
     """
 
     def __init__(self) -> None:
+        self.frames = Frames()
         self._rooms: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._plan: SavePlan | None = None
         self._copies: dict[str, Sharded] = {}
@@ -134,6 +142,40 @@ class Share:
     records: dict[str, FileRecord]
 
 
+class _BehindWriter(ChecksumWriter):
+    """Writes the same files with as little need of Python's lock as possible."""
+
+    def __init__(self, path: Path, pace: Pace, frames: Frames) -> None:
+        super().__init__(path, pace)
+        self._frames = frames
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        items = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+        results = []
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+            for item in items:
+                start, value = stream.tell(), planner.resolve_data(item)
+                if isinstance(value, Tensor):
+                    self._frames.write(value.cpu(), cast(IO[bytes], stream))
+                else:
+                    stream.write(value.getbuffer())
+                length = stream.tell() - start
+                place = _StorageInfo(name, start, length)
+                results.append(WriteResult(item.index, length, place))
+            if self.sync_files:
+                os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def unpacked(share: bytes) -> Share:
+    """Return what another rank's writer has packed, which never was a file."""
+    written: Share = pickle.loads(share)
+    return written
+
+
 class ShareWriter:
     """Writes one rank's files.
 
@@ -160,7 +202,7 @@ class ShareWriter:
         self._tmp, self._plan, self._tensors, self._blobs = tmp, plan, tensors, blobs
         self._read_back = read_back
         self._thread: threading.Thread | None = None
-        self._pace = Pace()
+        self._pace, self._frames = Pace(), Frames()
         self.share = b""
 
     @property
@@ -170,7 +212,7 @@ class ShareWriter:
 
     def hold(self, buffers: HostBuffers) -> None:
         """Copy what is to be written, so that the tensors may change from now on."""
-        self._tensors = buffers.copy(self._tensors, self._plan)
+        self._tensors, self._frames = buffers.copy(self._tensors, self._plan), buffers.frames
 
     def start(self) -> None:
         """Write in the background, at half speed; call `hold` before."""
@@ -205,7 +247,9 @@ class ShareWriter:
             raise CheckpointError(
                 f"{self._tmp} is not visible here: the save directory is not shared by all machines"
             )
-        writer = ChecksumWriter(self._tmp, self._pace if self._thread is not None else None)
+        writer = ChecksumWriter(self._tmp)
+        if self._thread is not None:
+            writer = _BehindWriter(self._tmp, self._pace, self._frames)
         planner = PlainPlanner()
         state: dict[str, object] = {
             **self._tensors,
