@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config.cli import parse
+from megatron.config.corpus_files import corpora_exist
 from megatron.config.tool_flags import exit_code_of
 
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.launch = launch = read_launch()
         # What --print-config asks for is printed once.
         with contextlib.redirect_stdout(sys.stdout if launch.rank == 0 else io.StringIO()):
-            config, notices = parse(tokens, launch.world_size, saved_config)
+            config, notices = parse(tokens, launch.world_size, saved_config, [corpora_exist])
         config = with_checkpoint_args(config)
         if config.dry_run:
             report.launch = Launch()  # the first rank works alone: no other has its problem to tell

@@ -68,17 +68,20 @@ def check_arguments(args: argparse.Namespace, positions: int) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, float | int | str]:
     """Load, measure, and return the figures."""
+    # What is to be read is looked at first: loading takes long.
+    text, tokens = "", np.empty(0, dtype=np.int64)
+    if args.text is not None:
+        text = read_text(args.text, "--text")
+    else:
+        tokens = read_corpus(args.data_path, args.max_tokens)
     restored = restore_from(args)
     config = restored.config
     check_arguments(args, config.max_position_embeddings)
     num_bytes = None
     if args.text is not None:
-        text = read_text(args.text, "--text")
         tokens = np.asarray(restored.tokenizer.tokenize(text), dtype=np.int64)[: args.max_tokens]
         whole = args.max_tokens is None or len(tokens) < args.max_tokens
         num_bytes = len(text.encode("utf-8")) if whole else None
-    else:
-        tokens = read_corpus(args.data_path, args.max_tokens)
     if len(tokens) < 2:
         raise DataError(
             complaint(

@@ -31,6 +31,7 @@ from megatron.config.data import TOKENIZER_FIELDS
 from megatron.config.problems import Problem
 from megatron.config.tool_flags import ToolParser, add_tokenizer_flags, run_tool
 from megatron.core.datasets.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+from megatron.core.dist_checkpointing.store import StorePath, given_path
 from megatron.core.errors import DataError, MegatronError, complaint
 from megatron.observe.lines import perplexity
 from megatron.training import hf_convert, hf_files
@@ -58,9 +59,11 @@ def make_parser() -> ToolParser:
         "--load", type=Path, required=True,
         help="checkpoint (save directory or iter_*) or HuggingFace directory",
     )  # fmt: skip
-    p.add_argument("--save-dir", type=Path, required=True, help="new directory for the result")
     p.add_argument(
-        "--bf16-dir", type=Path,
+        "--save-dir", type=given_path, required=True, help="new directory for the result"
+    )
+    p.add_argument(
+        "--bf16-dir", type=given_path,
         help="where the bf16 model is kept (default: SAVE_DIR-bf16, or --load if it is one)",
     )  # fmt: skip
     p.add_argument(
@@ -133,7 +136,10 @@ def check_arguments(args: argparse.Namespace) -> None:
             problems.append(Problem((_flag(name),), value, "It is a count", "Use at least 1"))
     problems += _out_of_range(args)
     for flag, directory in (("--save-dir", args.save_dir), ("--bf16-dir", args.bf16_dir)):
-        if directory is not None and directory.exists() and _in_use(directory):
+        if isinstance(directory, StorePath):
+            why, fix = "A model is written to a file system", "Name a local directory and copy it"
+            problems.append(Problem((flag,), directory, why, fix))
+        elif directory is not None and directory.exists() and _in_use(directory):
             problems.append(Problem((flag,), directory, "It is in use", "Name a new directory"))
     if problems:
         raise DataError("\n".join(str(problem) for problem in problems))

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config import compat, overlap_cfg, yaml_text
 from megatron.config.field import Spec
 from megatron.config.inherit import SavedConfig, inherit
-from megatron.config.problems import ConfigError, Problem
+from megatron.config.problems import ConfigError, Problem, Rule
 from megatron.config.runconfig import RunConfig, finalize
 from megatron.config.schema import SECTIONS, SPECS
 
@@ -226,6 +226,7 @@ def parse(
     argv: Sequence[str] | None = None,
     world_size: int = 1,
     saved_config: SavedConfig | None = None,
+    more: Sequence[Rule] = (),
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Read the command line.
 
@@ -234,6 +235,7 @@ def parse(
         world_size: Number of processes, from the launcher.
         saved_config: Looks up the configuration in a checkpoint (folder, step), for a run that
             names a checkpoint and no model size.
+        more: Rules about what is outside the configuration; --print-config does without.
 
     Returns:
         The finished configuration and the lines that the user should see once.
@@ -259,7 +261,8 @@ def parse(
     inherited, notices = inherit(fields, saved_config)
     origins.update(dict.fromkeys(inherited, "checkpoint"))
     try:
-        config = finalize({**inherited, **fields}, world_size, origins=origins)
+        more = () if reader.print_config else more
+        config = finalize({**inherited, **fields}, world_size, origins=origins, more=more)
     except ConfigError as error:
         raise ConfigError([*reader.problems, *error.problems]) from None
     if reader.problems:

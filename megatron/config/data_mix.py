@@ -10,6 +10,7 @@ from typing import Any
 from megatron.config.field import field
 
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
+CORPORA = ("data_path", *PER_SPLIT)
 _KEYS = ("train", "valid", "test")
 
 
@@ -100,6 +101,13 @@ def _text(path: str) -> str:
 def per_split(c: Any) -> bool:
     """Return whether the splits have corpora of their own."""
     return any(getattr(c, name) is not None for name in PER_SPLIT)
+
+
+def naming_flag(c: Any, name: str) -> str:
+    """Return the flag that named the corpora of `name`, one of `CORPORA`: its own or a file's."""
+    file = "data_args_path" if name == "data_path" else "per_split_data_args_path"
+    given = file if getattr(c, file) else name
+    return f"--{given.replace('_', '-')}"
 
 
 def corpora_flag(c: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.config import (
     rules_batch,
     rules_data,
@@ -21,10 +23,10 @@ from megatron.config import (
     rules_training,
 )
 from megatron.config.draft import Draft
-from megatron.config.problems import RULES, ConfigError, Problem, rule
+from megatron.config.problems import RULES, ConfigError, Problem, Rule, rule
 from megatron.config.schema import flag_of
 
-__all__ = ["RULES", "ConfigError", "Problem", "check", "rule"]
+__all__ = ["RULES", "ConfigError", "Problem", "Rule", "check", "rule"]
 
 # The order in which problems are listed and documented.
 _LISTED = (
@@ -49,15 +51,16 @@ _MODULES = [m.__name__ for m in _LISTED]
 RULES.sort(key=lambda one: _MODULES.index(one.__module__))
 
 
-def check(draft: Draft) -> list[Problem]:
+def check(draft: Draft, more: Sequence[Rule] = ()) -> list[Problem]:
     """Run every rule and return all problems.
 
     Args:
         draft: A derived configuration.
+        more: Rules about what is outside the configuration.
 
     Returns:
         The problems, in rule order, without those about values that could not be read at all.
     """
     silent = {flag_of(name) for name in draft.broken}
-    found = [problem for one in RULES for problem in one(draft)]
+    found = [problem for one in (*RULES, *more) for problem in one(draft)]
     return [problem for problem in found if not silent & set(problem.flags)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.data_mix import PER_SPLIT, per_split
+from megatron.config.data_mix import CORPORA, PER_SPLIT, naming_flag, per_split
 from megatron.config.draft import Draft
+from megatron.config.mix_words import MixError, number, read_mix
 from megatron.config.problems import Problem, rule
 from megatron.config.schema import flag_of
 
@@ -68,6 +69,19 @@ def splits_have_their_corpora(c: Draft) -> Iterator[Problem]:
 
 
 @rule
+def weights_and_corpora_pair_up(c: Draft) -> Iterator[Problem]:
+    """Corpora are prefixes only, or each has a positive weight in front of it."""
+    for name in CORPORA:
+        words = c.values[name]
+        if not words:
+            continue
+        try:
+            read_mix(words)
+        except MixError as error:
+            yield Problem((naming_flag(c, name),), " ".join(words), error.why, error.fix)
+
+
+@rule
 def validation_sets_have_names(c: Draft) -> Iterator[Problem]:
     """--multiple-validation-sets comes with a list of corpora, and a name for each if any."""
     names = c.validation_set_names
@@ -89,8 +103,7 @@ def validation_sets_have_names(c: Draft) -> Iterator[Problem]:
         )
         return
     sets = c.valid_data_path
-    words = [word for word in sets if _is_number(word)]
-    if words and len(sets) % 2 == 0:
+    if any(number(word) is not None for word in sets) and len(sets) % 2 == 0:
         yield Problem(
             ("--multiple-validation-sets", "--valid-data-path"),
             " ".join(sets),
@@ -128,11 +141,3 @@ def mix_changes_with_a_checkpoint(c: Draft) -> Iterator[Problem]:
             "Only a run that is resumed has a mix to continue",
             "Add --load, or remove --data-mix-change",
         )
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

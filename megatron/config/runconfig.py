@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoeConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.problems import ConfigError
+from megatron.config.problems import ConfigError, Rule
 from megatron.config.rules import check
 from megatron.config.run import RuntimeConfig
 from megatron.config.schema import SECTIONS, SPECS
@@ -137,6 +137,7 @@ def finalize(
     world_size: int = 1,
     *,
     origins: Mapping[str, str] | None = None,
+    more: Sequence[Rule] = (),
 ) -> RunConfig:
     """Check settings, derive what was left open and freeze the result.
 
@@ -144,6 +145,7 @@ def finalize(
         fields: Settings by field name; a missing one takes its default.
         world_size: Number of processes of the run.
         origins: Where each setting came from, for messages.
+        more: Rules about what is outside the configuration.
 
     Returns:
         The finished configuration.
@@ -153,7 +155,7 @@ def finalize(
     """
     draft = Draft(fields, world_size, origins)
     derive(draft)
-    problems = [*draft.problems, *check(draft)]
+    problems = [*draft.problems, *check(draft, more)]
     if problems:
         raise ConfigError(problems)
     sections = {

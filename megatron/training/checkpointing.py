@@ -36,6 +36,7 @@ from megatron.training import (
     megatron_entries,
     random_state,
 )
+from megatron.training.changed_settings import changes
 from megatron.training.descriptions import Descriptions
 from megatron.training.progress import Progress
 from megatron.training.residual_entries import PREFIX as RESIDUAL_PREFIX
@@ -342,6 +343,8 @@ def load_checkpoint(
     loading = _Loading(cfg, mesh, peers, reader, common, weights_only, say, opened.alone, device)
     saved = checkpoint_config.saved_settings(common)
     for note in peers.attempt(lambda: checkpoint_config.check_same_model(saved, cfg)):
+        loading.note(note)
+    for note in changes(saved, cfg) if optimizer is not None and not weights_only else ():
         loading.note(note)
     _load_weights(loading, _bare(model), optimizer)
     if not weights_only:

@@ -161,9 +161,23 @@ def _compare_tensors(stored: Source, other: HfSource, dtype: torch.dtype) -> Non
             names = ", ".join(place.of(n) for n in row.names)
             at = "" if place.layer is None else f", layer {place.layer}"
             at += "" if place.expert is None else f", expert {place.expert}"
+            if _same_but_nan(a, b):
+                raise _not_numbers(f"NaN in {row.key}{at} ({names})")
             raise _wrong(
                 f"other values of {row.key}{at}", f"The stored values differ from those of {names}"
             )
+
+
+def _same_but_nan(a: Tensor, b: Tensor) -> bool:
+    """Whether NaN, which equals nothing, stands in the same places and the rest is equal."""
+    holes = a.isnan()
+    return a.shape == b.shape and torch.equal(a[~holes], b[~holes]) and bool(b[holes].isnan().all())
+
+
+def _not_numbers(got: str) -> CheckpointError:
+    why = "Both sides hold it in the same places, so it was there before, and no logits compare"
+    fix = "Look for a sound copy of the model, or convert with --no-verify"
+    return CheckpointError(complaint("--verify", got, why, fix))
 
 
 def load_ours(directory: Path, dtype: str = "fp32", vocab_size: int | None = None) -> GPTModel:

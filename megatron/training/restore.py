@@ -13,6 +13,7 @@ from megatron.config.data import TOKENIZER_FIELDS
 from megatron.config.schema import SPECS
 from megatron.config.tool_flags import add_tokenizer_flags
 from megatron.core.datasets.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.dist_checkpointing.store import path_of
 from megatron.core.errors import CheckpointError, complaint
 from megatron.core.fp8 import Fp8State
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -79,9 +80,11 @@ def restore(
     """
     saved = saved_config(load, step)
     if saved is None:
-        raise CheckpointError(
-            complaint("--load", load, "There is no checkpoint", "Name a folder that --save wrote")
-        )
+        why, fix = "There is no checkpoint", "Name a folder that --save wrote"
+        if (path_of(load) / "config.json").is_file():
+            why = "It is a HuggingFace directory, which this program does not read"
+            fix = "Convert it with tools/checkpoint/convert.py --loader huggingface"
+        raise CheckpointError(complaint("--load", load, why, fix))
     config = _config(saved, load, step, device, settings or {})
     tokenizer = build_tokenizer(config.data)
     if config.vocab_size is None:

@@ -267,8 +267,6 @@ BROKEN = {
         "corpus.idx: got a sequence of",
         "corpus.bin has 4000 bytes",
     ),
-    "no tokens": (lambda p: bin_path(p).unlink(), "--data-path: got", "corpus.bin does not exist"),
-    "no index": (lambda p: idx_path(p).unlink(), "--data-path: got", "corpus.idx does not exist"),
 }
 
 
@@ -281,6 +279,14 @@ def test_a_broken_corpus(damage, tmp_path):
     refused(on(prefix), 1, *parts)
     after = snapshot(tmp_path)
     assert {name: after.get(name) for name in before} == before
+
+
+def test_missing_corpora_are_among_the_configuration_problems(tmp_path):
+    prefix = corpus(tmp_path)
+    bin_path(prefix).unlink()
+    args = on(prefix, tmp_path / "typo", "--num-attention-heads", "3")
+    done = refused(args, 2, "corpus.bin does not exist", "typo.idx does not exist")
+    assert "2 configuration problems" in done.out
 
 
 def test_a_corpus_for_another_vocabulary(tmp_path):
@@ -331,7 +337,7 @@ def test_a_cache_that_cannot_be_written(tmp_path):
 
 def test_a_blend_with_weights_in_the_wrong_place(tmp_path):
     prefix = corpus(tmp_path)
-    refused(on(prefix, "0.5", prefix, "0.5"), 1, "--data-path: got", "must be a weight")
+    refused(on(prefix, "0.5", prefix, "0.5"), 2, "--data-path: got", "must be a weight")
 
 
 def test_tokenizers_that_cannot_be_built(tmp_path):
@@ -430,6 +436,7 @@ TOOL_CALLS = [
     ("evaluate.py", [*EVALUATE, "--seq-length", "999"], 1, "--seq-length: got 999"),
     ("evaluate.py", ["--load", "{ckpt}", "--data-path", "{out}"], 1, "--data-path: got {out}"),
     ("evaluate.py", ["--load", "{ckpt}", "--text", "{out}"], 1, "--text: got {out}"),
+    ("evaluate.py", ["--load", "{out}", "--text", "{out}"], 1, "--text: got {out}"),
     ("evaluate.py", ["--load", "{out}", "--data-path", "{corpus}"], 1, "--load: got {out}"),
     ("checkpoint/convert.py", [], 2, "--model-type, --load-dir, --save-dir: got nothing"),
     ("checkpoint/convert.py", ["--model-type", "BERT"], 2, "--model-type: got 'BERT'"),

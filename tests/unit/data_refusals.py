@@ -110,6 +110,24 @@ DATA_REFUSED = [
         "--validation-set-names",
         ["a for 2 sets"],
     ),
+    *(
+        (1, {**DATA, "data_path": words.split()}, "--data-path", [f"got {words}", *says])
+        for words, says in {
+            "0.7 a 0.3": ["come in pairs", "3 words"],
+            "1 a b": ["come in pairs"],
+            "a 0.5 a 0.5": ["must be a weight"],
+            "0 a 1 b": ["must be positive"],
+            "nan a 1 b": ["must be positive"],
+            "-1 a 2 b": ["must be positive"],
+            "1e308 a 1e308 b": ["finite"],
+        }.items()
+    ),
+    (
+        1,
+        {**DATA, "train_data_path": ["a"], "valid_data_path": ["1", "a", "b"]},
+        "--valid-data-path",
+        ["come in pairs"],
+    ),
     (1, {"data_mix_change": "continue"}, "--data-mix-change", ["Add --load"]),
     (1, {"num_dataset_builder_threads": 0}, "--num-dataset-builder-threads", ["1 or more"]),
     (1, {"fim_rate": 0.3}, "--fim-rate", ["0.3 and nothing", "Add --fim-data"]),

@@ -81,7 +81,7 @@ def test_compiled_order(monkeypatch):
         (["a", "b", "c"], ("a", "b", "c"), None),
         (["0.5", "a", "1.5", "b"], ("a", "b"), (0.25, 0.75)),
         (["30", "a"], ("a",), (1.0,)),
-        (["1", "a", "2"], ("1", "a", "2"), None),
+        (["1", "2", "3"], ("1", "2", "3"), None),
     ],
 )
 def test_grammar(words, prefixes, shares):
@@ -93,6 +93,9 @@ def test_grammar(words, prefixes, shares):
     ("words", "says"),
     [
         ([], "nothing"),
+        (["0.7", "a", "0.3"], "come in pairs, and these are 3 words"),
+        (["1", "a", "b"], "come in pairs"),
+        (["a", "0.3", "b"], "come in pairs"),
         (["1", "a", "b", "c"], "Every other word must be a weight"),
         (["0", "a", "1", "b"], "must be positive"),
         (["-1", "a", "1", "b"], "must be positive"),

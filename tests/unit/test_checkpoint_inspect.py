@@ -58,6 +58,9 @@ def test_list_marks_the_latest_and_names_damage(root, capsys):
     file = root / "iter_0000003" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     assert "damaged" in run(capsys, "list", root)[1].out.splitlines()[0]
+    code, said = run(capsys, "list", root / "typo")
+    assert code == 2
+    assert f"{root / 'typo'}. There is no such directory" in said.err
 
 
 def test_tensors(root, capsys):

@@ -103,7 +103,7 @@ class TestTheCommand:
             ([*FOUR, "--hidden-size", "30"], 2, "--hidden-size"),
             ([*FOUR, "--global-batch-size", "6"], 2, "--global-batch-size, --micro-batch-size"),
             ([*FOUR, "--device", "cpu", *TE], 1, "--transformer-impl: got"),
-            ([*FOUR, "--data-path", "nowhere"], 1, "--data-path: got nowhere"),
+            ([*FOUR, "--data-path", "nowhere"], 2, "--data-path: got nowhere"),
             ([*FOUR, "--load", "nowhere", "--exit-on-missing-checkpoint"], 1, "--exit-on-missing"),
             (
                 [*FOUR, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x.json"],

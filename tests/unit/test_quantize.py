@@ -212,6 +212,9 @@ def test_what_cannot_work_is_refused(model, tmp_path, capsys):
     (tmp_path / "full").rename(tmp_path / "new-bf16")
     assert quantize.main(arguments(model, tmp_path / "new", "--method", "int8")) == 1
     assert f"with --load {tmp_path / 'new-bf16'}, or name" in capsys.readouterr().err
+    store = ["--method", "int8", "--save-dir", "s3://bucket/q"]
+    assert quantize.main(arguments(model, tmp_path / "new", *store)) == 1
+    assert "--save-dir: got s3://bucket/q. A model is written to" in capsys.readouterr().err
     same = ["--method", "int8", "--bf16-dir", str(tmp_path / "new")]
     assert quantize.main(arguments(model, tmp_path / "new", *same)) == 1
     assert "Two models need two directories" in capsys.readouterr().err

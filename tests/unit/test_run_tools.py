@@ -297,3 +297,11 @@ def test_evaluate_refuses_in_one_line(trained, tmp_path, monkeypatch, capsys, ar
     Path("empty.txt").write_text("")
     assert tool("evaluate").main(["--load", str(folder), *args]) == 1
     assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_evaluate_says_what_to_do_with_a_huggingface_directory(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "text.txt").write_text(TEXT)
+    args = ["--load", str(tmp_path), "--text", str(tmp_path / "text.txt")]
+    assert tool("evaluate").main(args) == 1
+    assert "It is a HuggingFace directory" in capsys.readouterr().err

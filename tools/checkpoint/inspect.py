@@ -158,6 +158,9 @@ def _wanted(args: argparse.Namespace) -> Callable[[str], bool]:
 def list_checkpoints(args: argparse.Namespace) -> int:
     """Print every complete checkpoint, marking the one that a run would load."""
     root = args.directory
+    if not root.is_dir():
+        why = "There is no such directory"
+        raise CheckpointError(complaint("directory", root, why, "Check the path"))
     latest = place.find(root)
     entries = [(str(i), d) for i, d in place.committed(root)]
     if place.is_committed(root / place.RELEASE):

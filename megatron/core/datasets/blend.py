@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from megatron.config.mix_words import MixError, read_mix
 from megatron.core.datasets.cache import Arrays, cached_arrays
 from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.errors import DataError, complaint
@@ -46,45 +47,20 @@ class BlendSpec:
         return self.weights is None and len(self.prefixes) > 1
 
 
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
 def parse_blend(words: Sequence[str], flag: str = "--data-path") -> BlendSpec:
     """Read ``prefix ...`` or ``weight prefix weight prefix ...``.
 
     Raises:
-        DataError: Nothing was given, only some weights are numbers, or a weight is not positive.
+        DataError: Nothing was given, weights and prefixes do not pair up, or a weight is not
+            positive.
     """
     if not words:
         raise DataError(complaint(flag, "nothing", "There is no corpus to read", "Name a prefix"))
-    numbers = [_number(word) for word in words]
-    if len(words) % 2 or all(number is None for number in numbers):
-        return BlendSpec(tuple(words), None)
-    weights = [number for number in numbers[::2] if number is not None]
-    got = " ".join(words)
-    if len(weights) < len(words) // 2:
-        raise DataError(
-            complaint(
-                flag,
-                got,
-                "Every other word must be a weight, the first included, once one of them is one",
-                "Write either prefixes only or weight-prefix pairs",
-            )
-        )
-    if not (math.isfinite(sum(weights)) and min(weights) > 0):
-        raise DataError(
-            complaint(
-                flag,
-                got,
-                "Weights are shares of the training samples and must be positive",
-                "Leave out a corpus that should not be read",
-            )
-        )
-    return BlendSpec(tuple(words[1::2]), tuple(normalized(weights)))
+    try:
+        prefixes, weights = read_mix(words)
+    except MixError as error:
+        raise DataError(complaint(flag, " ".join(words), error.why, error.fix)) from None
+    return BlendSpec(prefixes, None if weights is None else tuple(normalized(weights)))
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
