@@ -130,7 +130,7 @@ class _Changed:
         self._source = source
         self.fields, self.tokenizer = source.fields, source.tokenizer
         self.special_tokens, self.dtype = source.special_tokens, source.dtype
-        self.kept = source.kept
+        self.kept, self.tokenizer_settings = source.kept, source.tokenizer_settings
 
     def rows(self) -> list[Row]:
         """The table of the model."""
