@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from distpool import run_ranks
 
 from megatron.config import make_config
 from megatron.training.initialize import Launch
 from megatron.training.parity.outcome import Outcome, errors, train
 from megatron.training.parity.ranks import compile_kernels
 from megatron.training.parity.source import SyntheticSource
+from tests.distpool import run_ranks
 
 __all__ = ["BASE", "Outcome", "SyntheticSource", "different", "mean_error", "run_layout", "worst"]
 

@@ -108,7 +108,7 @@ def test_delayed_scaling_does_not_depend_on_the_layout(layout):
     the grid, a step of 6 %: losses then differ a little, without a trend.
     """
     fields, ranks = LAYOUTS[layout]
-    steps, settings = 11, DELAYED | {"fp8_emulation": "exact"}
+    steps, settings = 20, DELAYED | {"fp8_emulation": "exact"}
     expected = alone("gpt", steps, **settings)
     outcomes = run_layout(settings | fields, ranks, steps)
     assert_replicas_agree(outcomes)
