@@ -17,6 +17,8 @@ from urllib.parse import quote, unquote
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
+from megatron.core.dist_checkpointing import lock, store
+
 
 class ThrottledError(Exception):
     """What a store says when it is asked too much; no `OSError`, like botocore's."""
@@ -154,3 +156,12 @@ def install(home: Path) -> None:
     FlatStore.home = home
     FlatStore.before = staticmethod(lambda what, key: None)
     FlatStore.asked = staticmethod(lambda what, key: None)
+
+
+def without_pauses(tmp_path: Path, monkeypatch: Any) -> None:
+    """Install a store that nobody waits for, and work in the folder beside it."""
+    monkeypatch.setattr(store, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(lock, "SETTLE_S", 0.0)
+    monkeypatch.setattr(store, "_REACHED", {})
+    install(tmp_path / "stores" / "first")
+    monkeypatch.chdir(tmp_path)

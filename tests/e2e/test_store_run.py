@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 import torch
 
 from megatron.core.dist_checkpointing import directory as place
-from megatron.core.dist_checkpointing import lock, store
 from megatron.core.dist_checkpointing.storage import Reader
 from megatron.core.dist_checkpointing.store import path_of
 from tests import object_store
-from tests.e2e.launch import ROOT, launch
+from tests.e2e.launch import ROOT, launch, wait_for
 from tests.e2e.refusals import MOCK, TP2, accepted, changed, refused
 from tests.e2e.test_convert import make_model, state_of
 from tests.e2e.test_convert import run as convert
@@ -28,11 +26,7 @@ INSPECT = ROOT / "tools" / "checkpoint" / "inspect.py"
 
 @pytest.fixture(autouse=True)
 def _store(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(lock, "SETTLE_S", 0.0)
-    monkeypatch.setattr(store, "_REACHED", {})
-    object_store.install(tmp_path / "stores" / "first")
-    monkeypatch.chdir(tmp_path)
+    object_store.without_pauses(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +111,7 @@ def test_a_signal_with_a_deadline():
              "--exit-signal-deadline", "60"]  # fmt: skip
 
     def interrupt(pids, log):
-        deadline = time.monotonic() + 60
-        while "lm loss" not in log.read_text() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(log, "lm loss")
         os.kill(pids[1], signal.SIGUSR2)
 
     done = launch(2, [str(a) for a in args], during=interrupt)

@@ -27,11 +27,7 @@ SLOW_DOWN = ThrottledError("SlowDown")
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(lock, "SETTLE_S", 0.0)
-    monkeypatch.setattr(store, "_REACHED", {})
-    object_store.install(tmp_path / "stores" / "first")
-    monkeypatch.chdir(tmp_path)
+    object_store.without_pauses(tmp_path, monkeypatch)
     yield path_of("flat://bucket/run")
     assert os.listdir(tmp_path) == ["stores"]  # nobody took a store's name for a folder's
 
@@ -326,7 +322,7 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(root):
 
 def test_two_jobs(root, monkeypatch):
     monkeypatch.setattr(lock, "TOUCH_S", 0.01)
-    monkeypatch.setattr(lock, "STALE_S", 0.3)
+    monkeypatch.setattr(lock, "STALE_S", 60.0)  # the next touch ends the wait
     monkeypatch.setattr(lock, "_LOOK_S", 0.02)
     monkeypatch.setattr(lock.socket, "gethostname", lambda: "here")
     first = lock.take(root)
@@ -337,6 +333,7 @@ def test_two_jobs(root, monkeypatch):
         lock.take(root)
     first._ended.set()  # its machine is gone
     first._thread.join()
+    monkeypatch.setattr(lock, "STALE_S", 0.3)
     second = lock.take(root)
     with pytest.raises(CheckpointError, match="Another job has taken it over: .* on elsewhere"):
         save(root, 2, care=care)

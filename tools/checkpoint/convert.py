@@ -269,8 +269,10 @@ def _verify(
         fp8=hf_convert.exporter(request, source), streamed=streamed,
     )  # fmt: skip
     print(f"verified: all tensors equal; {report.line()}")
-    tokenizer = hf_tokenizer.of_run(source, say=lambda _: None)
-    if request.saver == "huggingface" and tokenizer is not None:
+    if request.saver != "huggingface":
+        return
+    tokenizer = hf_tokenizer.of_run(source, say=lambda _: None)  # the conversion has said it
+    if tokenizer is not None:
         print(hf_tokenizer.compare(result, tokenizer, hf_verify.import_transformers()))
 
 
